@@ -1,0 +1,346 @@
+"""Everything that decides the numbers of one run: `RunConfig`, its frozen parts, and its digest.
+
+Two runs with equal `digest` on the same data give the same weights. What does not decide numbers (where files lie,
+which host, how many threads, how often to log) is in `RunFile` or in `NOT_IDENTITY`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from spes_core.errors import ConfigError, Problem
+from spes_core.partition import Partition, PartitionKind, make_partition
+from spes_core.rules import check
+from spes_core.structure import build
+
+Method = Literal["spes", "dilico", "diloco", "centralized", "local"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a Mixture-of-Experts decoder (design, section 8)."""
+
+    num_layers: int = 4
+    """Number of decoder layers."""
+    d_model: int = 128
+    """Width of the residual stream."""
+    num_heads: int = 4
+    """Attention (query) heads."""
+    num_kv_heads: int = 4
+    """Key/value heads; divides num_heads."""
+    head_dim: int | None = None
+    """Width of one head, even; d_model / num_heads when null."""
+    num_experts: int = 8
+    """Experts per layer."""
+    top_k: int = 2
+    """Experts that each token is sent to."""
+    expert_hidden: int = 128
+    """Inner width of one expert's SwiGLU."""
+    vocab_size: int = 4096
+    """Rows of the embedding; at least the tokenizer's size."""
+    qk_norm: Literal["full", "per_head", "none"] = "full"
+    """RMSNorm of queries and keys: over the whole projection (OLMoE), per head (Qwen3-MoE) or not at all."""
+    normalize_top_k: bool = False
+    """Whether the top-k router weights are rescaled to sum to one."""
+    tie_embeddings: bool = False
+    """Whether the unembedding is the embedding."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary position embedding."""
+    norm_eps: float = 1e-5
+    """Epsilon of every RMSNorm."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights."""
+
+    @property
+    def resolved_head_dim(self) -> int:
+        """Width of one head after the default is applied."""
+        return self.head_dim if self.head_dim is not None else self.d_model // self.num_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What is read, and in which portions."""
+
+    corpus: str = "stdlib"
+    """"stdlib" (the running interpreter's standard library), or a file or folder of text (.txt, .jsonl, .jsonl.gz)."""
+    tokenizer_vocab_size: int = 4096
+    """Size of the byte-level BPE that is trained on the corpus; at least 257 (256 bytes and the end of text)."""
+    validation_fraction: float = 0.02
+    """Share of the documents that is held out, chosen by a hash of the document's name."""
+    sequence_length: int = 128
+    """Tokens in one training sequence."""
+    global_batch_sequences: int = 32
+    """Sequences in one step over all nodes; a multiple of nodes × parallel.ranks_per_node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """The inner optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer."""
+    lr: float = 3e-3
+    """Highest learning rate."""
+    beta1: float = 0.9
+    """AdamW: decay of the first moment."""
+    beta2: float = 0.95
+    """AdamW: decay of the second moment."""
+    eps: float = 1e-8
+    """AdamW: added to the denominator."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of matrices; vectors (norms) are not decayed."""
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the decay after the warm-up."""
+    warmup_fraction: float = 0.05
+    """Share of the steps in which the learning rate rises from 0."""
+    final_lr_fraction: float = 0.1
+    """Learning rate at the last step, as a share of lr."""
+    clip_norm: float | None = 1.0
+    """Largest norm of a node's gradient (shared and own experts together); null for no clipping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """Weights of the auxiliary losses that are added to the cross-entropy."""
+
+    z_weight: float = 1e-5
+    """Square of the log-partition of the output softmax."""
+    balance_weight: float = 0.01
+    """Load balancing over experts: per layer E · Σ_e f_e·p_e / top_k, mean over layers."""
+    router_z_weight: float = 1e-3
+    """Square of the log-partition of the router softmax."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionConfig:
+    """Who trains which experts."""
+
+    kind: PartitionKind = "sparse"
+    """"sparse": each node its share of the experts (SPES); "full": every node all of them (DiLiCo, FedAvg)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """When and how nodes exchange."""
+
+    exchange: Literal["rounds", "gradients", "none"] = "rounds"
+    """"rounds": weights, every interval_steps, through the server; "gradients": every step, in one process group
+    (centralized FSDP); "none": never (each node on its own)."""
+    interval_steps: int = 50
+    """H: optimizer steps between two rounds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """Merging of similar experts early in training (design, section 7)."""
+
+    enabled: bool = True
+    """Whether experts are merged at all."""
+    num_neighbours: int = 2
+    """K: how many most similar experts each expert is pulled to; below model.num_experts."""
+    alpha: float = 0.1
+    """α: weight of the pull at step 0, falling linearly to 0 at until_step."""
+    interval_steps: int = 50
+    """A merge is due at the first round at or after each multiple of this many steps."""
+    until_step: int = 400
+    """T_merge: no merge from this step on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterConfig:
+    """Optimizer of the server, applied to (old − mean): DiLoCo's outer step."""
+
+    kind: Literal["none", "sgd", "nesterov"] = "none"
+    """"none" adopts the mean."""
+    lr: float = 0.7
+    """Outer learning rate."""
+    momentum: float = 0.9
+    """Nesterov momentum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireConfig:
+    """How tensors travel."""
+
+    dtype: Literal["float32"] = "float32"
+    """Codec of the tensors on the wire."""
+    chunk_bytes: int = 1 << 20
+    """Largest payload of one message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundConfig:
+    """When a round counts as complete."""
+
+    timeout_s: float = 600.0
+    """A round that is not complete this long after its first upload fails, naming the missing nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenConfig:
+    """How a node stores the experts that it does not train."""
+
+    dtype: Literal["float32"] = "float32"
+    """Storage type of frozen experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Parallelism inside one node."""
+
+    ranks_per_node: int = 1
+    """Processes (GPUs) of one node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """Evaluation of the global model on held-out text while training."""
+
+    interval_tokens: int = 200_000
+    """A validation is due at the first synchronized step at or after each multiple; the last step always has one."""
+    max_sequences: int = 128
+    """Held-out sequences used, spread evenly over the validation split; all of them when it has fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """How often a node writes a training event."""
+
+    interval_steps: int = 10
+    """Optimizer steps between two training events."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One fully resolved run."""
+
+    method: Method = "spes"
+    """Name of the method, for people; the parts below decide what happens."""
+    seed: int = 0
+    """Seed of the initial weights and of the data order."""
+    nodes: int = 4
+    """Number of nodes; with sync.exchange "gradients", the number of participants of the one process group."""
+    budget_tokens: int = 1_000_000
+    """Training tokens of all nodes together; rounded down to whole steps."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    partition: PartitionConfig = field(default_factory=PartitionConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    merge: MergeConfig = field(default_factory=MergeConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    wire: WireConfig = field(default_factory=WireConfig)
+    round: RoundConfig = field(default_factory=RoundConfig)
+    frozen: FrozenConfig = field(default_factory=FrozenConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Training tokens of one step over all nodes."""
+        return self.data.global_batch_sequences * self.data.sequence_length
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps that every node takes."""
+        return self.budget_tokens // self.tokens_per_step
+
+    @property
+    def world_size(self) -> int:
+        """Number of training processes over all nodes."""
+        return self.nodes * self.parallel.ranks_per_node
+
+    def make_partition(self) -> Partition:
+        """The assignment of experts to nodes; in one process group everyone trains everything."""
+        kind = "full" if self.sync.exchange == "gradients" else self.partition.kind
+        return make_partition(kind, self.model.num_experts, self.nodes)
+
+
+NOT_IDENTITY = ("log", "round", "wire.chunk_bytes")
+"""Settings that change no weight and no metric; they are outside a run's identity."""
+
+_ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round", "partition", "frozen")
+
+
+def inapplicable(config: RunConfig) -> tuple[str, ...]:
+    """Paths of settings that this run does not read, given its other settings. They multiply no trial."""
+    paths: list[str] = []
+    if config.sync.exchange != "rounds":
+        paths += _ROUND_SETTINGS
+    elif not config.merge.enabled:
+        paths += [f"merge.{name}" for name in ("num_neighbours", "alpha", "interval_steps", "until_step")]
+    if config.outer.kind == "none":
+        paths += ["outer.lr", "outer.momentum"]
+    elif config.outer.kind == "sgd":
+        paths += ["outer.momentum"]
+    if config.optim.name == "sgd":
+        paths += ["optim.beta1", "optim.beta2", "optim.eps"]
+    return tuple(paths)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The nested plain dict of a config dataclass; `from_dict` is its inverse."""
+    return asdict(config)
+
+
+def from_dict(data: object) -> RunConfig:
+    """Read a RunConfig strictly and check it.
+
+    Raises ConfigError with every unknown key (and its nearest valid name), wrong type and broken rule.
+    """
+    config = build(RunConfig, data)
+    if problems := check(config):
+        raise ConfigError(problems)
+    return config
+
+
+def digest(config: RunConfig) -> str:
+    """SHA-256 (hex) of all that decides this run's numbers: inapplicable and non-identity settings are left out."""
+    tree = to_dict(config)
+    for path in (*NOT_IDENTITY, *inapplicable(config)):
+        *parents, leaf = path.split(".")
+        branch = tree
+        for key in parents:
+            branch = branch.get(key, {})
+        branch.pop(leaf, None)
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
+    """What a process is started with: run.json. Everything beside `config` changes no number."""
+
+    trial: str
+    """Readable name of the trial."""
+    config: RunConfig
+    data_dir: str
+    """Folder of the tokenized corpus."""
+    server_address: str = "127.0.0.1:0"
+    """Where the server listens; port 0 lets it choose, and nodes read its choice in server.address beside run.json."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where a node computes; "auto" takes a GPU when there is one."""
+    threads: int = 1
+    """Intra-operation threads of one process."""
+
+    def save(self, path: Path) -> None:
+        """Write the file (its folder must exist)."""
+        path.write_text(json.dumps(to_dict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> RunFile:
+        """Read and check a file written by `save`. Raises ConfigError."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError([Problem(str(path), f"cannot be read: {error}")]) from error
+        run = build(cls, data)
+        if problems := check(run.config):
+            raise ConfigError(problems)
+        return run

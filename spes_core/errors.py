@@ -1,0 +1,65 @@
+"""Every exception that spes_core raises on purpose, in one tree.
+
+::
+
+    SpesError
+    ├── ConfigError (ValueError)     a setting is wrong; carries every problem found, each with its path
+    ├── DataError (ValueError)       a corpus or shard cannot be read, is empty, or is too small
+    ├── ProtocolError                what came over the wire breaks a rule; the sender is named
+    │   └── Refused                  the server refused this node's join or upload, and says why
+    ├── Unreachable                  the server cannot be reached, or went away
+    └── RoundFailed                  a round could not be completed; names the nodes that were missing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class SpesError(Exception):
+    """Root of the errors that a user can act on."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    ``path`` is the dotted path of the setting ("model.top_k"); ``message`` gives the value, the rule and the
+    next move, without repeating the path.
+    """
+
+    path: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.message}" if self.path else self.message
+
+
+class ConfigError(SpesError, ValueError):
+    """One or more settings are wrong; ``problems`` lists all of them, not only the first."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        assert self.problems
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class DataError(SpesError, ValueError):
+    """A corpus, tokenizer or shard cannot be used."""
+
+
+class ProtocolError(SpesError):
+    """A peer sent something that breaks the protocol."""
+
+
+class Refused(ProtocolError):
+    """The server refused a request of this node."""
+
+
+class Unreachable(SpesError):
+    """The peer cannot be reached, or went away before it answered."""
+
+
+class RoundFailed(SpesError):
+    """A round could not be completed."""

@@ -1,0 +1,69 @@
+"""Events: one JSON line each, appended to a process's own file; with result.json they are the truth of a trial.
+
+Names carry their unit (``loss_nats``, ``step_time_s``, ``uplink_bytes``). A line is written in one ``write`` call
+and flushed, so a reader that follows the file sees whole lines or a last line without a newline, which it leaves
+for later. Non-finite numbers are written as the strings "nan", "inf" and "-inf": JSON has none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+class EventWriter:
+    """Appends events to one file; creates its folder. Not shared between processes."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append one event of ``kind`` with the present time as ``time_s`` (seconds since 1970)."""
+        line = json.dumps(_finite({"kind": kind, "time_s": time.time(), **fields}), allow_nan=False)
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; further writes fail."""
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole events of a file, oldest first; a torn last line is left out. A missing file has none."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if not line.endswith("\n"):
+                return
+            yield json.loads(line)
+
+
+def as_float(value: Any) -> float:
+    """The number behind an event field, also where it was written as "nan" or "inf"."""
+    return float(value)
+
+
+def _drop_torn_line(path: Path) -> None:
+    """Cut off what a killed writer left after the last newline, so that the next event starts a line."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        file.truncate(content.rfind(b"\n") + 1)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

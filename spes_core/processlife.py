@@ -1,0 +1,33 @@
+"""Ties the life of this process to that of its parent, so that a killed launcher leaves no orphan."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+_PR_SET_PDEATHSIG = 1
+_POLL_INTERVAL_S = 0.5
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """From now on this process is killed when its parent ends, however the parent ends.
+
+    On Linux the kernel does it (prctl PR_SET_PDEATHSIG, which fires when the parent's *thread* that started this
+    process ends); everywhere a thread also watches the parent's process id, in case the first way does not apply.
+    ``parent`` is its process id where the caller knows it, so that a parent that is already gone is noticed too.
+    """
+    parent = os.getppid() if parent is None else parent
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    threading.Thread(target=_watch, args=(parent,), name="watch-parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    """End this process once it has been handed to another parent."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_INTERVAL_S)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,144 @@
+"""The rules that a RunConfig must satisfy, beyond the type of each setting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from spes_core.errors import Problem
+
+if TYPE_CHECKING:
+    from spes_core.config import RunConfig
+
+AT_LEAST_ONE = (
+    "nodes",
+    "budget_tokens",
+    "model.num_layers",
+    "model.d_model",
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.num_experts",
+    "model.top_k",
+    "model.expert_hidden",
+    "model.vocab_size",
+    "data.sequence_length",
+    "data.global_batch_sequences",
+    "sync.interval_steps",
+    "merge.num_neighbours",
+    "merge.interval_steps",
+    "parallel.ranks_per_node",
+    "validation.interval_tokens",
+    "validation.max_sequences",
+    "log.interval_steps",
+)
+FRACTIONS = (
+    "optim.beta1",
+    "optim.beta2",
+    "optim.warmup_fraction",
+    "optim.final_lr_fraction",
+    "merge.alpha",
+    "outer.momentum",
+)
+POSITIVE = ("optim.lr", "optim.eps", "outer.lr", "round.timeout_s", "model.rope_theta", "model.norm_eps")
+NOT_NEGATIVE = (
+    "optim.weight_decay",
+    "loss.z_weight",
+    "loss.balance_weight",
+    "loss.router_z_weight",
+    "model.init_std",
+    "merge.until_step",
+    "seed",
+)
+
+
+def check(config: RunConfig) -> list[Problem]:
+    """Every rule that a RunConfig breaks; empty when it can run.
+
+    Rules between settings are only looked at when each setting is in its own range.
+    """
+    return list(_ranges(config)) or [
+        *_model_rules(config),
+        *_batch_rules(config),
+        *_merge_rules(config),
+    ]
+
+
+def _ranges(config: RunConfig) -> Iterator[Problem]:
+    for path in AT_LEAST_ONE:
+        if (value := attrgetter(path)(config)) < 1:
+            yield Problem(path, f"({value}) must be at least 1")
+    for path in FRACTIONS:
+        if not 0 <= (value := attrgetter(path)(config)) <= 1:
+            yield Problem(path, f"({value:g}) must be between 0 and 1")
+    for path in POSITIVE:
+        if (value := attrgetter(path)(config)) <= 0:
+            yield Problem(path, f"({value:g}) must be above 0")
+    for path in NOT_NEGATIVE:
+        if (value := attrgetter(path)(config)) < 0:
+            yield Problem(path, f"({value:g}) must not be negative")
+    clip_norm = config.optim.clip_norm
+    if clip_norm is not None and clip_norm <= 0:
+        yield Problem("optim.clip_norm", f"({clip_norm:g}) must be above 0; use null for no clipping")
+    if not 0 < (fraction := config.data.validation_fraction) < 1:
+        yield Problem("data.validation_fraction", f"({fraction:g}) must lie between 0 and 1, both excluded")
+    if (size := config.data.tokenizer_vocab_size) < 257:
+        yield Problem("data.tokenizer_vocab_size", f"({size}) must be at least 257: 256 bytes and the end of text")
+    if not 1024 <= (chunk := config.wire.chunk_bytes) <= 4 << 20:
+        yield Problem("wire.chunk_bytes", f"({chunk}) must be between 1024 and {4 << 20}")
+
+
+def _model_rules(config: RunConfig) -> Iterator[Problem]:
+    model = config.model
+    if model.top_k > model.num_experts:
+        yield Problem(
+            "model.num_experts",
+            f"({model.num_experts}) must be at least model.top_k ({model.top_k}); lower top_k or add experts",
+        )
+    if model.head_dim is None and model.d_model % model.num_heads:
+        yield Problem(
+            "model.d_model",
+            f"({model.d_model}) must be a multiple of model.num_heads ({model.num_heads}); or set model.head_dim",
+        )
+    elif (head_dim := model.resolved_head_dim) < 2 or head_dim % 2:
+        yield Problem("model.head_dim", f"({head_dim}) must be even and at least 2: rotary embedding turns pairs")
+    if model.num_heads % model.num_kv_heads:
+        yield Problem("model.num_kv_heads", f"({model.num_kv_heads}) must divide model.num_heads ({model.num_heads})")
+    for path in ("model.d_model", "model.expert_hidden"):
+        if (width := attrgetter(path)(config)) % 4:
+            yield Problem(path, f"({width}) must be a multiple of 4: rows are 16-byte aligned")
+    if config.data.tokenizer_vocab_size > model.vocab_size:
+        yield Problem(
+            "data.tokenizer_vocab_size",
+            f"({config.data.tokenizer_vocab_size}) must not exceed model.vocab_size ({model.vocab_size})",
+        )
+
+
+def _batch_rules(config: RunConfig) -> Iterator[Problem]:
+    if config.data.global_batch_sequences % config.world_size:
+        yield Problem(
+            "data.global_batch_sequences",
+            f"({config.data.global_batch_sequences}) must be a multiple of nodes × parallel.ranks_per_node"
+            f" ({config.world_size}), so that every process gets whole sequences",
+        )
+    if config.total_steps < 1:
+        yield Problem(
+            "budget_tokens",
+            f"({config.budget_tokens}) must be at least one step: data.global_batch_sequences × data.sequence_length"
+            f" = {config.tokens_per_step}",
+        )
+    if config.parallel.ranks_per_node > 1 and config.sync.exchange != "gradients":
+        yield Problem(
+            "parallel.ranks_per_node",
+            f'({config.parallel.ranks_per_node}) must be 1 unless sync.exchange is "gradients"',
+        )
+
+
+def _merge_rules(config: RunConfig) -> Iterator[Problem]:
+    merge, num_experts = config.merge, config.model.num_experts
+    if config.sync.exchange == "rounds" and merge.enabled and merge.num_neighbours >= num_experts:
+        yield Problem(
+            "merge.num_neighbours",
+            f"({merge.num_neighbours}) must be below model.num_experts ({num_experts}): an expert is no neighbour of"
+            " itself; lower K or set merge.enabled to false",
+        )
