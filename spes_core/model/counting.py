@@ -1,0 +1,286 @@
+"""What a model costs, by arithmetic: tensor shapes, parameters, FLOPs, memory parts, bytes on the wire. No torch.
+
+Every figure has a measured counterpart in events, and reports show the two side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import ceil, prod
+
+from spes_core.config import ModelConfig, RunConfig
+from spes_core.names import expert_of, expert_tensor, layer_of
+from spes_core.partition import downloads
+from spes_core.schedules import merge_steps, round_steps
+
+FLOAT32_BYTES = 4
+INT64_BYTES = 8
+
+
+def tensor_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor under its canonical name, in the order of the wire (spes_core.names)."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (model.vocab_size, model.d_model)}
+    for layer in range(model.num_layers):
+        shapes |= _layer_shapes(model, layer)
+    shapes["final_norm"] = (model.d_model,)
+    if not model.tie_embeddings:
+        shapes["unembedding"] = (model.vocab_size, model.d_model)
+    return shapes
+
+
+def _layer_shapes(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    head, d_model = model.resolved_head_dim, model.d_model
+    query_width, kv_width = model.num_heads * head, model.num_kv_heads * head
+    shared: dict[str, tuple[int, ...]] = {
+        "attention_norm": (d_model,),
+        "attention.q": (query_width, d_model),
+        "attention.k": (kv_width, d_model),
+        "attention.v": (kv_width, d_model),
+        "attention.o": (d_model, query_width),
+    }
+    if model.qk_norm != "none":
+        per_head = model.qk_norm == "per_head"
+        shared["attention.q_norm"] = (head if per_head else query_width,)
+        shared["attention.k_norm"] = (head if per_head else kv_width,)
+    shared |= {"moe_norm": (d_model,), "router": (model.num_experts, d_model)}
+    shapes = {f"layers.{layer}.{name}": shape for name, shape in shared.items()}
+    for expert in range(model.num_experts):
+        shapes[expert_tensor(layer, expert, "gate_up")] = (2 * model.expert_hidden, d_model)
+        shapes[expert_tensor(layer, expert, "down")] = (d_model, model.expert_hidden)
+    return shapes
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCounts:
+    """Numbers of parameters."""
+
+    total: int
+    """All of the model, trained or frozen."""
+    active: int
+    """Those that one token meets: shared ones and top_k experts in each layer."""
+    trained: int
+    """Shared ones and the trained experts, in all layers."""
+    shared: int
+    """Embeddings, attention, norms, routers."""
+    per_expert: int
+    """One expert index, in all layers."""
+
+
+def parameter_counts(model: ModelConfig, trained_experts: Collection[int]) -> ParameterCounts:
+    """Count the parameters of a node that trains ``trained_experts`` (indices)."""
+    sizes = {name: prod(shape) for name, shape in tensor_shapes(model).items()}
+    shared = sum(size for name, size in sizes.items() if expert_of(name) is None)
+    per_expert = sum(size for name, size in sizes.items() if expert_of(name) == 0)
+    return ParameterCounts(
+        total=shared + model.num_experts * per_expert,
+        active=shared + model.top_k * per_expert,
+        trained=shared + len(set(trained_experts)) * per_expert,
+        shared=shared,
+        per_expert=per_expert,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlopCounts:
+    """Floating-point operations of one token of training; a multiply-add is two."""
+
+    forward: float
+    backward_inputs: float
+    """Products that carry the gradient down to the inputs, attention's own backward included."""
+    backward_weights: float
+    """Products that give the gradients of the trained weights."""
+    skipped_weights: float
+    """Products that a full-model step would take for the weights of the frozen experts, and this one does not."""
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward_inputs + self.backward_weights
+
+
+def flops_per_token(model: ModelConfig, trained_experts: Collection[int], sequence_length: int) -> FlopCounts:
+    """Count the matrix products of one token of training, with tokens spread evenly over experts.
+
+    Attention is counted over the whole sequence_length × sequence_length square, as FLOP counters do, though a
+    causal kernel skips up to half; its backward has five such products against two forward, as in FlashAttention
+    (arXiv 2205.14135). Elementwise work, norms, the embedding look-up and the optimizer are not counted.
+    """
+    head, d_model = model.resolved_head_dim, model.d_model
+    projections = 2 * model.num_heads * head * d_model + 2 * model.num_kv_heads * head * d_model
+    dense = model.num_layers * (projections + model.num_experts * d_model) + model.vocab_size * d_model
+    experts = model.num_layers * model.top_k * 3 * d_model * model.expert_hidden
+    square = model.num_layers * model.num_heads * head * sequence_length
+    trained_share = len(set(trained_experts)) / model.num_experts
+    return FlopCounts(
+        forward=2 * (dense + experts) + 2 * 2 * square,
+        backward_inputs=2 * (dense + experts) + 5 * 2 * square,
+        backward_weights=2 * (dense + experts * trained_share),
+        skipped_weights=2 * experts * (1 - trained_share),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryParts:
+    """Bytes of one training process, by purpose."""
+
+    weights_bytes: int
+    """All weights, trained and frozen."""
+    gradients_bytes: int
+    """Gradients of the trained weights."""
+    moments_bytes: int
+    """Optimizer moments of the trained weights."""
+    activations_bytes: int
+    """What the forward pass of one micro-batch keeps for the backward pass."""
+    sync_buffers_bytes: int
+    """The largest tensor on the wire, since the exchange stages one at a time; 0 without rounds."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.moments_bytes
+            + self.activations_bytes
+            + self.sync_buffers_bytes
+        )
+
+
+def memory(config: RunConfig, node: int) -> MemoryParts:
+    """Predict the memory of one process of ``node``.
+
+    With sync.exchange "gradients" each rank holds a shard of every parameter: its rows are dealt in equal runs,
+    rounded up, so the figure is that of rank 0, which holds the most.
+    """
+    model = config.model
+    shapes = tensor_shapes(model)
+    trained = trained_tensors(config, node)
+    moments = 2 if config.optim.name == "adamw" else 0
+    if config.sync.exchange == "gradients":
+        weights = trained_elements = _shard_elements(model, config.world_size)
+    else:
+        weights = sum(map(prod, shapes.values()))
+        trained_elements = sum(prod(shapes[name]) for name in trained)
+    sequences = config.data.global_batch_sequences // config.world_size
+    return MemoryParts(
+        weights_bytes=FLOAT32_BYTES * weights,
+        gradients_bytes=FLOAT32_BYTES * trained_elements,
+        moments_bytes=FLOAT32_BYTES * moments * trained_elements,
+        activations_bytes=activation_bytes(model, sequences, config.data.sequence_length),
+        sync_buffers_bytes=sync_buffers_bytes(config),
+    )
+
+
+def sync_buffers_bytes(config: RunConfig) -> int:
+    """Host memory that one node's round takes beside the model: the chunk under way.
+
+    A decoder whose tensors are not float32 in host memory adds a copy of the tensor under way (`train.exchange`).
+    """
+    if config.sync.exchange != "rounds":
+        return 0
+    largest = max(map(prod, tensor_shapes(config.model).values()))
+    return min(config.wire.chunk_bytes, FLOAT32_BYTES * largest)
+
+
+def _shard_elements(model: ModelConfig, ranks: int) -> int:
+    """Parameters on rank 0 when each is cut along its first dimension; the experts of a layer are two stacked ones."""
+    elements = 0
+    for name, shape in tensor_shapes(model).items():
+        expert = expert_of(name)
+        if expert is None:
+            elements += ceil(shape[0] / ranks) * prod(shape[1:])
+        elif expert == 0:
+            elements += ceil(model.num_experts / ranks) * prod(shape)
+    return elements
+
+
+def activation_bytes(model: ModelConfig, sequences: int, sequence_length: int) -> int:
+    """Bytes that autograd keeps at the end of a forward pass: exact, whatever the routing, since no token is dropped.
+
+    Counted are the tensors that attention, norms, router, experts and loss save, each storage once; not counted
+    are weights, the input tokens, the rotation tables, and the gradient of the unembedding, which the loss makes
+    during the forward pass and which is counted with the gradients.
+    """
+    tokens = sequences * sequence_length
+    per_token = model.num_layers * _layer_activation_bytes(model) + _head_activation_bytes(model)
+    per_layer = model.num_experts * INT64_BYTES
+    return tokens * per_token + model.num_layers * per_layer
+
+
+def _layer_activation_bytes(model: ModelConfig) -> int:
+    """Bytes per token that one layer keeps."""
+    head, d_model = model.resolved_head_dim, model.d_model
+    query_width, kv_width = model.num_heads * head, model.num_kv_heads * head
+    norms = 2 * (2 * d_model + 1)  # input and output of both norms, and one scale
+    attention = 2 * query_width + 2 * kv_width + model.num_heads  # rotated q, k; v; output; log-partitions
+    if model.qk_norm != "none":
+        scales = model.num_heads + model.num_kv_heads if model.qk_norm == "per_head" else 2
+        attention += query_width + kv_width + scales  # projections before their norm
+    router = model.num_experts + 1 + model.top_k  # probabilities, log-partition, weights
+    experts = model.top_k * 2 * model.expert_hidden  # gate and up before the activation
+    indices = 2 * model.top_k  # chosen experts, order of the slots
+    return FLOAT32_BYTES * (norms + attention + router + experts) + INT64_BYTES * indices
+
+
+def _head_activation_bytes(model: ModelConfig) -> int:
+    """Bytes per token kept above the layers: input and scale of the final norm, gradient of its output."""
+    return FLOAT32_BYTES * (2 * model.d_model + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireBytes:
+    """Payload that one node sends and receives; framing is not counted."""
+
+    uplink_payload_bytes: int
+    downlink_payload_bytes: int
+
+
+def round_bytes(config: RunConfig, node: int, merged: bool) -> WireBytes:
+    """Payload of one round (design, section 6): up what the node trains; down what it lacks (`partition.downloads`)."""
+    if config.sync.exchange != "rounds":
+        return WireBytes(uplink_payload_bytes=0, downlink_payload_bytes=0)
+    partition, has_stepped = config.make_partition(), config.outer.kind != "none"
+    uplink = downlink = 0
+    for name, shape in tensor_shapes(config.model).items():
+        tensor_bytes = prod(shape) * FLOAT32_BYTES
+        uplink += tensor_bytes if partition.trains(node, name) else 0
+        lacks = downloads(partition, node, name, experts_changed=merged, all_changed=has_stepped)
+        downlink += tensor_bytes if lacks else 0
+    return WireBytes(uplink_payload_bytes=uplink, downlink_payload_bytes=downlink)
+
+
+def collective_bytes_per_step(model: ModelConfig, ranks: int) -> int:
+    """Bytes that one rank sends, and receives, in one FSDP2 step with ring collectives.
+
+    Forward all-gathers every parameter, backward gathers the layers again (what is outside them stays gathered) and
+    reduce-scatters every gradient; a ring moves (R − 1)/R of a tensor per rank in each.
+    """
+    total = FLOAT32_BYTES * sum(map(prod, tensor_shapes(model).values()))
+    return (2 * total + layer_bytes(model)) * (ranks - 1) // ranks
+
+
+def run_bytes(config: RunConfig, node: int) -> WireBytes:
+    """Payload of a whole run: all rounds, or the collectives of all steps."""
+    if config.sync.exchange == "gradients":
+        sent = config.total_steps * collective_bytes_per_step(config.model, config.world_size)
+        return WireBytes(uplink_payload_bytes=sent, downlink_payload_bytes=sent)
+    merged, rounds = len(merge_steps(config)), len(round_steps(config))
+    plain, merging = round_bytes(config, node, False), round_bytes(config, node, True)
+    return WireBytes(
+        uplink_payload_bytes=rounds * plain.uplink_payload_bytes,
+        downlink_payload_bytes=(rounds - merged) * plain.downlink_payload_bytes
+        + merged * merging.downlink_payload_bytes,
+    )
+
+
+def trained_tensors(config: RunConfig, node: int) -> list[str]:
+    """Names of the tensors that ``node`` trains, in canonical order."""
+    partition = config.make_partition()
+    return [name for name in tensor_shapes(config.model) if partition.trains(node, name)]
+
+
+def layer_bytes(model: ModelConfig) -> int:
+    """Bytes of the tensors inside the layers (all but embeddings and the final norm)."""
+    shapes = tensor_shapes(model)
+    return FLOAT32_BYTES * sum(prod(shape) for name, shape in shapes.items() if layer_of(name) is not None)

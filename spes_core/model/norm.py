@@ -1,0 +1,43 @@
+"""RMSNorm with a backward written by hand: y = x · rsqrt(mean(x²) + ε) · weight (Zhang and Sennrich, arXiv 1910.07467).
+
+Shape suffixes: R rows (all leading dimensions together), D width. PyTorch's own rms_norm is on CPU a chain of
+elementary operations that keeps several activations; this one keeps its input and one number a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Scale the last dimension of ``x`` (any leading dimensions) to root mean square 1, then by the weight."""
+    output: Tensor = _RMSNorm.apply(x, weight_D, eps)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        x_RD = x.reshape(-1, x.shape[-1])
+        # vector_norm reads x once; a mean of squares would first write the squares
+        norm_R1 = torch.linalg.vector_norm(x_RD, dim=-1, keepdim=True)
+        scale_R1 = norm_R1.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight_D, scale_R1)
+        output_RD: Tensor = (x_RD * scale_R1).mul_(weight_D)
+        return output_RD.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """With g = grad·weight: dx = s·g − x·s³·mean(g·x), dweight = Σ_rows grad·x·s, where s is the row's scale."""
+        x, weight_D, scale_R1 = ctx.saved_tensors
+        width = x.shape[-1]
+        x_RD, grad_RD = x.reshape(-1, width), grad.reshape(-1, width)
+        product_RD = grad_RD * x_RD
+        grad_weight_D = product_RD.t().mv(scale_R1.view(-1))
+        pull_R1 = product_RD.mv(weight_D).unsqueeze_(1).mul_(scale_R1.pow(3)).div_(width)
+        grad_x_RD = torch.mul(grad_RD, weight_D, out=product_RD).mul_(scale_R1)
+        grad_x_RD.addcmul_(x_RD, pull_R1, value=-1)
+        return grad_x_RD.view(x.shape), grad_weight_D, None
