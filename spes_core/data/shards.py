@@ -1,0 +1,181 @@
+"""What a folder of tokenized text holds and says about itself: its header, read without numpy or torch.
+
+::
+
+    train.bin, validation.bin    token ids, little endian, one file a split; every document ends with the end of text
+    token_bytes.bin              uint32 a token id: the bytes of text that the token stands for (end of text: 0)
+    tokenizer.json               the tokenizer, as the `tokenizers` library reads it
+    header.json                  `ShardHeader`; written last
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from spes_core.config import RunConfig
+from spes_core.errors import ConfigError, DataError, Problem
+from spes_core.structure import build
+
+SCHEMA = 1
+"""Version of the folder's format; part of the cache key."""
+
+TRAIN, VALIDATION, TOKEN_BYTES = "train.bin", "validation.bin", "token_bytes.bin"
+TOKENIZER, HEADER = "tokenizer.json", "header.json"
+ITEM_BYTES = {"uint16": 2, "uint32": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCounts:
+    """Size of one split."""
+
+    tokens: int
+    """Token ids in the file, the ends of text included."""
+    documents: int
+    bytes: int
+    """UTF-8 bytes of the documents' text."""
+
+    def num_sequences(self, sequence_length: int) -> int:
+        """Whole windows of sequence_length + 1 tokens at stride sequence_length."""
+        return max(0, self.tokens - 1) // sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """What one file of the folder must be."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardHeader:
+    """Everything known about a tokenized corpus."""
+
+    schema: int = SCHEMA
+    dtype: Literal["uint16", "uint32"]
+    """Type of a token id in train.bin and validation.bin."""
+    vocab_size: int
+    """Token ids of the tokenizer; below vocab_size_asked when the corpus has too few different words."""
+    vocab_size_asked: int
+    end_of_text_id: int
+    tokenizer_digest: str
+    """SHA-256 of tokenizer.json."""
+    tokenizer_documents: int
+    """Training documents that the tokenizer was trained on (a bounded sample)."""
+    tokenizer_bytes: int
+    """Their UTF-8 bytes."""
+    digest: str
+    """SHA-256 over the token files (see `token_digest`): the data's part of a trial's identity."""
+    train: SplitCounts
+    validation: SplitCounts
+    validation_fraction: float
+    unigram_entropy_nats: float
+    """Entropy of the training tokens' frequencies: the loss of the best model that ignores context."""
+    corpus: str
+    """`data.corpus` as it was given."""
+    corpus_digest: str
+    """SHA-256 over the names and texts of the documents used, in order."""
+    python_version: str
+    tokenizers_version: str
+    files: dict[str, FileRecord]
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Reason -> number of rows, documents or files left out."""
+    skipped_first: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Reason -> where the first few of them are ("file:line")."""
+
+
+def read_header(folder: Path) -> ShardHeader:
+    """The header of a tokenized folder, after cheap checks: known version, every file there with its recorded size.
+
+    Raises DataError for a folder that is foreign, of another version, or torn. Contents are not hashed (`verify` does).
+    """
+    path = folder / HEADER
+    again = "prepare the corpus again with python -m spes_core.data.tokenize"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} is not a folder of tokenized text ({path.name}: {error}); {again}") from error
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        version = data.get("schema") if isinstance(data, dict) else None
+        raise DataError(f"{path} has schema {version}, but this version reads schema {SCHEMA}; {again}")
+    try:
+        header = build(ShardHeader, data)
+    except ConfigError as error:
+        raise DataError(f"{path} is not a valid header: {'; '.join(map(str, error.problems))}; {again}") from error
+    for name, expected in _expected_bytes(header).items():
+        recorded = header.files[name].bytes if name in header.files else None
+        actual = (folder / name).stat().st_size if (folder / name).is_file() else None
+        wanted = recorded if expected is None else expected
+        if actual is None or not actual == recorded == wanted:
+            found = "is missing" if actual is None else f"has {actual} bytes"
+            raise DataError(f"{folder / name} {found}, but its header says {wanted}; {again}")
+    return header
+
+
+def write_header(folder: Path, header: ShardHeader) -> None:
+    """Write header.json (the last file of a folder)."""
+    (folder / HEADER).write_text(json.dumps(asdict(header), indent=1) + "\n", encoding="utf-8")
+
+
+def verify(folder: Path) -> ShardHeader:
+    """`read_header`, and hash every file. Raises DataError naming the first file whose bytes have changed."""
+    header = read_header(folder)
+    for name, record in header.files.items():
+        with (folder / name).open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+                raise DataError(
+                    f"{folder / name} does not have the SHA-256 that its header records ({record.sha256});"
+                    " delete the folder and prepare the corpus again"
+                )
+    if header.digest != token_digest(header.files):
+        raise DataError(f"{folder / HEADER} records a digest that is not that of its files; prepare the corpus again")
+    return header
+
+
+def token_digest(files: Mapping[str, FileRecord]) -> str:
+    """SHA-256 (hex) over the names and SHA-256 of the files that decide a run's numbers.
+
+    tokenizer.json is left out: its spelling may change with the library while every token stays the same.
+    """
+    lines = "".join(f"{name} {files[name].sha256}\n" for name in (TRAIN, VALIDATION, TOKEN_BYTES))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def require_enough(header: ShardHeader, config: RunConfig) -> None:
+    """Check that the corpus is large enough for a run. Raises ConfigError with every rule broken.
+
+    One step's global batch must not repeat a sequence, and every training process must have held-out text to evaluate.
+    """
+    length, batch, parts = config.data.sequence_length, config.data.global_batch_sequences, config.world_size
+    train, held_out = header.train.num_sequences(length), header.validation.num_sequences(length)
+    problems: list[Problem] = []
+    size = f"of data.sequence_length ({length}) tokens that the corpus ({header.corpus}) gives"
+    if parts > train:
+        message = f"({config.nodes}) needs {parts} training sequences, more than the {train} {size}; "
+        problems.append(Problem("nodes", message + "use fewer nodes, shorter sequences or more text"))
+    elif batch > train:
+        message = f"({batch}) must not exceed the {train} training sequences {size}; "
+        problems.append(
+            Problem("data.global_batch_sequences", message + "lower it, shorten sequences or give more text")
+        )
+    if parts > held_out:
+        message = f"({config.nodes}) needs {parts} validation sequences, more than the {held_out} {size}; "
+        problems.append(Problem("nodes", message + "use fewer nodes or raise data.validation_fraction"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _expected_bytes(header: ShardHeader) -> dict[str, int | None]:
+    """File -> bytes that follow from the counts; None where only the record says."""
+    item = ITEM_BYTES[header.dtype]
+    return {
+        TRAIN: header.train.tokens * item,
+        VALIDATION: header.validation.tokens * item,
+        TOKEN_BYTES: header.vocab_size * 4,
+        TOKENIZER: None,
+    }
