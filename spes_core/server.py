@@ -1,0 +1,206 @@
+"""The parameter server process: `python -m spes_core.server RUN.json`.
+
+Writes its address to server.address and its events to events/server.jsonl, both beside RUN.json. Ends with 0 when every
+round is closed and delivered or when it is told to stop by SIGTERM, 1 when a round fails, 2 when it cannot start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from spes_core.config import RunConfig, RunFile
+from spes_core.errors import ConfigError, Problem, RoundFailed, Unreachable
+from spes_core.events import EventWriter
+from spes_core.model.counting import tensor_shapes
+from spes_core.model.initialise import initial_tensor
+from spes_core.processlife import die_with_parent
+from spes_core.protocol import channel
+from spes_core.protocol.servicer import SyncServicer
+from spes_core.schedules import merge_steps, round_steps
+from spes_core.sync.codec import Values
+from spes_core.sync.messages import schema_of
+from spes_core.sync.parameter_server import ParameterServer
+
+ADDRESS_FILE = "server.address"
+_FAREWELL_S = 5.0
+"""How long answers that are under way may take once the server ends."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the process; its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m spes_core.server", description="The parameter server of one run.")
+    parser.add_argument("run", type=Path, metavar="RUN.json", help="what to run; its folder takes events and address")
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
+    options = parser.parse_args(arguments)
+    if options.die_with_parent:
+        die_with_parent()
+    try:
+        run = RunFile.load(options.run)
+        check_servable(run)
+        torch.set_num_threads(run.threads)
+        serve(run, options.run.parent)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RoundFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def serve(run: RunFile, folder: Path) -> None:
+    """Serve the run to its end. Raises ConfigError when the address cannot be used, RoundFailed when a round fails."""
+    # A former server's address must not lead this run's nodes astray.
+    (folder / ADDRESS_FILE).unlink(missing_ok=True)
+    server = grpc.server(ThreadPoolExecutor(_num_threads(run.config)), options=channel.OPTIONS)
+    port = bind(server, run.server_address)
+    events = EventWriter(folder / "events" / "server.jsonl")
+    events.write("start", pid=os.getpid())
+    core = ParameterServer(run.config, schema_of(tensor_shapes(run.config.model)), _initial(run.config), events.write)
+    with _StopSignal(core) as stop:
+        try:
+            _start(server, core, run.config)
+            address = f"{run.server_address.rpartition(':')[0]}:{port}"
+            _write_atomically(folder / ADDRESS_FILE, address + "\n")
+            events.write("listening", address=address)
+            core.wait_finished()
+        except RoundFailed:
+            if not stop.is_asked:
+                raise
+        finally:
+            server.stop(_FAREWELL_S).wait()
+            rounds = core.rounds_closed
+            steps = round_steps(run.config)[:rounds]
+            merges = len(set(merge_steps(run.config)) & set(steps))
+            events.write("end", rounds=rounds, merges=merges, rss_peak_bytes=rss_peak_bytes())
+            events.close()
+
+
+def read_address(server_address: str, folder: Path, timeout_s: float = 60.0) -> str:
+    """Where the server of the run in ``folder`` listens; with port 0 the server's own choice, once it has written it.
+
+    Raises Unreachable when it has not within ``timeout_s``.
+    """
+    if not server_address.endswith(":0"):
+        return server_address
+    path, deadline_s = folder / ADDRESS_FILE, time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise Unreachable(f"no server has written {path} within {timeout_s:g} s; see the server's log")
+        time.sleep(0.02)
+    return path.read_text(encoding="utf-8").strip()
+
+
+def check_servable(run: RunFile) -> None:
+    """Raises ConfigError when this run needs no server, or its address must not be served without encryption."""
+    exchange, address = run.config.sync.exchange, run.server_address
+    if exchange != "rounds":
+        raise _wrong("sync.exchange", f'("{exchange}") must be "rounds" for a server to have work')
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65535:
+        raise _wrong("server_address", f'("{address}") must be host:port, for instance 127.0.0.1:0')
+    if not _is_loopback(host):
+        reason = "the connection is not encrypted and whoever reaches the port could take part"
+        raise _wrong("server_address", f'("{address}") must be a loopback address such as 127.0.0.1: {reason}')
+
+
+def bind(server: grpc.Server, address: str) -> int:
+    """Bind to "host:port" (0: any free port); the port. Raises ConfigError when it is in use."""
+    try:
+        port, reason = server.add_insecure_port(address), "no port was given"
+    except RuntimeError as error:
+        port, reason = 0, str(error)
+    if port == 0:
+        advice = "is the port in use? Choose another, or 0 for any free one"
+        raise _wrong("server_address", f'("{address}") cannot be listened on; {advice} ({reason})')
+    return int(port)
+
+
+def rss_peak_bytes() -> int:
+    """Largest resident memory of this process so far (on systems without VmHWM: the present one)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)
+
+
+def _start(server: grpc.Server, core: ParameterServer, config: RunConfig) -> None:
+    server.add_generic_rpc_handlers((SyncServicer(core, config.wire.chunk_bytes),))
+    servicer = health.HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    server.start()
+
+
+def _wrong(path: str, message: str) -> ConfigError:
+    return ConfigError([Problem(path, message)])
+
+
+def _num_threads(config: RunConfig) -> int:
+    """Requests served at once: per node one that waits and one that replaces a broken one, and a few for joins."""
+    return 2 * config.nodes + 8
+
+
+def _initial(config: RunConfig) -> Callable[[str], Values]:
+    def flat(name: str) -> Values:
+        values: Values = initial_tensor(config.model, name, config.seed).view(-1).numpy()
+        return values
+
+    return flat
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+class _StopSignal:
+    """While active, SIGTERM and SIGINT end the run as a failure that the nodes are told of."""
+
+    def __init__(self, core: ParameterServer) -> None:
+        self._core = core
+        self._former: dict[int, Any] = {}
+        self.is_asked = False
+
+    def __enter__(self) -> _StopSignal:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._former[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+
+    def _stop(self, number: int, _: object) -> None:
+        self.is_asked = True
+        self._core.fail(f"the server was stopped ({signal.Signals(number).name})")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""The float32 codec is exact and copies nothing; chunks are cut and checked by one arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spes_core.config import WireConfig
+from spes_core.errors import ProtocolError
+from spes_core.sync.codec import make_codec
+from spes_core.sync.transfer import FORMATS, Transfer, WireFormat
+
+FLOAT32 = make_codec("float32")
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=100))
+@settings(deadline=None)
+def test_float32_is_exact_for_every_bit_pattern(bits: list[int]) -> None:
+    values = np.array(bits, dtype=np.uint32).view(np.float32)
+    payload = FLOAT32.encode(values)
+    assert bytes(FLOAT32.decode(payload).data.cast("B")) == values.tobytes()
+    assert len(payload) == FLOAT32.format.encoded_bytes(values.size)
+
+
+def test_float32_shares_memory_both_ways() -> None:
+    values = np.arange(8, dtype=np.float32)
+    assert np.shares_memory(FLOAT32.decode(FLOAT32.encode(values)), values)
+
+
+def test_every_wire_dtype_has_a_codec_of_the_same_name() -> None:
+    assert WireConfig().dtype in FORMATS
+    for name, wire in FORMATS.items():
+        assert make_codec(name).format is wire and wire.name == name
+
+
+blocks = st.builds(WireFormat, st.just("block"), st.integers(1, 64), st.integers(1, 80))
+
+
+@given(blocks, st.integers(1, 5000), st.integers(1, 700))
+@settings(deadline=None)
+def test_chunks_cover_a_tensor_in_whole_blocks(wire: WireFormat, num_elements: int, chunk_bytes: int) -> None:
+    size = wire.encoded_bytes(num_elements)
+    chunks = list(wire.chunks(size, chunk_bytes))
+    ends = [offset + length for offset, length in chunks]
+    assert [offset for offset, _ in chunks] == [0, *ends[:-1]] and ends[-1] == size
+    assert all(length % wire.block_bytes == 0 for _, length in chunks[:-1])
+    assert all(length <= max(chunk_bytes, wire.block_bytes) for _, length in chunks)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 8))
+@settings(deadline=None)
+def test_a_transfer_accepts_the_announced_chunks_and_then_no_more(elements: list[int], chunk_elements: int) -> None:
+    wire = FORMATS["float32"]
+    sizes = [4 * count for count in elements]
+    transfer = Transfer(range(3, 3 + len(sizes)), sizes, 4)
+    completed = []
+    for tensor, size in enumerate(sizes, start=3):
+        for offset, length in wire.chunks(size, 4 * chunk_elements):
+            if transfer.accept(tensor, offset, length):
+                completed.append(tensor)
+    transfer.finish()
+    assert completed == list(range(3, 3 + len(sizes)))
+    with pytest.raises(ProtocolError, match="after the last announced one"):
+        transfer.accept(3, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "message"),
+    [
+        ((6, 0, 4), "chunk of tensor 6 at byte 0 came where tensor 5 at byte 8 was due"),
+        ((5, 0, 4), "chunk of tensor 5 at byte 0 came where tensor 5 at byte 8 was due"),
+        ((5, 8, 16), "has 16 bytes; the tensor has 12 more, in blocks of 4"),
+        ((5, 8, 2**40), "the tensor has 12 more"),
+        ((5, 8, 3), "in blocks of 4"),
+        ((5, 8, 0), "has 0 bytes"),
+    ],
+)
+def test_a_transfer_refuses_any_other_chunk(chunk: tuple[int, int, int], message: str) -> None:
+    transfer = Transfer((5, 6), (20, 8), 4)
+    transfer.accept(5, 0, 8)
+    with pytest.raises(ProtocolError, match=message):
+        transfer.accept(*chunk)
+    with pytest.raises(ProtocolError, match="the end came where tensor 5 at byte 8 was due"):
+        transfer.finish()
