@@ -1,0 +1,86 @@
+"""Measured memory of one training process, split into the parts that `model.counting` predicts.
+
+Weights, gradients and optimizer moments are summed over the tensors that exist. Activations are what autograd
+keeps for the backward pass: every storage that it saves in one forward pass, counted once, without the weights.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def weights_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters and buffers that this process holds (its shard, when sharded)."""
+    return sum(_local(tensor).nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def gradients_bytes(module: nn.Module) -> int:
+    """Bytes of the gradients of all trained parameters, whether or not they are held right now."""
+    return sum(_local(parameter).nbytes for parameter in module.parameters() if parameter.requires_grad)
+
+
+def moments_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the optimizer's per-parameter state; scalar step counters are left out."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return sum(_local(value).nbytes for value in states if isinstance(value, Tensor) and value.dim() > 0)
+
+
+class SavedActivations:
+    """Counts the bytes that autograd saves inside `measure`; read `nbytes` afterwards."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._sizes: dict[int, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all distinct saved storages."""
+        return sum(self._sizes.values())
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Count every tensor that is saved for a backward pass in the block."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        # The weights are looked up at each call: a sharded module swaps them in and out layer by layer.
+        weights = {_local(weight).untyped_storage().data_ptr() for weight in self._weights()}
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            self._sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def _weights(self) -> Iterator[Tensor]:
+        yield from self._module.parameters()
+        yield from self._module.buffers()
+
+
+def rss_peak_bytes() -> int:
+    """Largest resident set of this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def cuda_peak_bytes() -> int | None:
+    """Largest memory allocated on the current CUDA device; None without one."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
+def _local(tensor: Any) -> Tensor:
+    """The part of a (possibly distributed) tensor that lies in this process."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

@@ -1,0 +1,96 @@
+"""Real processes give the bits that the same run gives inside one process; FSDP on two ranks gives those of one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from spes_core.checkpoint import load_weights
+from spes_core.config import RunConfig, RunFile
+from spes_core.data.batches import TokenSource
+from spes_core.data.tokenize import prepare
+from spes_core.events import read_events
+from tests.equivalence.participants import assert_bitwise_equal, tiny, train_in_rounds
+
+pytestmark = pytest.mark.processes
+
+METHODS = {
+    "spes": {"partition": {"kind": "sparse"}},
+    "dilico": {"partition": {"kind": "full"}, "merge": {"enabled": False}},
+    "diloco": {"partition": {"kind": "full"}, "merge": {"enabled": False}, "outer": {"kind": "nesterov"}},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of small documents with enough sequences for a few steps."""
+    folder = tmp_path_factory.mktemp("corpus ü")
+    for index in range(40):
+        words = (f"document {index} counts {number} and says {number * index % 17}." for number in range(60))
+        (folder / f"{index:02}.txt").write_text(" ".join(words), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_processes_over_grpc_give_the_bits_of_one_process(method: str, corpus: Path, tmp_path: Path) -> None:
+    config = with_corpus(tiny(method=method, **METHODS[method]), corpus)
+    data_dir = prepare(config.data, tmp_path / "cache")
+    save_run(config, data_dir, tmp_path)
+    server = start("spes_core.server", tmp_path / "run.json")
+    nodes = [start("spes_core.node", tmp_path / "run.json", "--node", str(node)) for node in range(config.nodes)]
+    for process in (*nodes, server):
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    expected = train_in_rounds(config, tmp_path / "inside", TokenSource(data_dir, config.data, config.seed))
+    assert_bitwise_equal(load_weights(tmp_path / "weights" / "final.safetensors"), expected[0])
+    (closing,) = [event for event in read_events(tmp_path / "events" / "server.jsonl") if event["kind"] == "end"]
+    assert closing["rounds"] == 3
+
+
+def test_fsdp_on_two_ranks_is_one_rank(corpus: Path, tmp_path: Path) -> None:
+    finals = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        config = with_corpus(
+            tiny(method="centralized", nodes=ranks, sync={"exchange": "gradients"}, loss={"balance_weight": 0}),
+            corpus,
+        )
+        data_dir = prepare(config.data, tmp_path / "cache")
+        folder.mkdir()
+        save_run(config, data_dir, folder)
+        group = start("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "spes_core.node",
+                      folder / "run.json")  # fmt: skip
+        output, _ = group.communicate(timeout=120)
+        assert group.returncode == 0, output
+        finals[ranks] = load_weights(folder / "weights" / "final.safetensors")
+        assert (folder / "events" / f"node-{ranks - 1}.jsonl").exists()
+    for name, tensor in finals[1].items():
+        # AdamW divides by the root of the second moment, which lifts summation-order noise of tiny gradients.
+        torch.testing.assert_close(finals[2][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_a_node_that_finds_no_process_group_says_how_to_start_one(corpus: Path, tmp_path: Path) -> None:
+    config = with_corpus(tiny(sync={"exchange": "gradients"}), corpus)
+    save_run(config, tmp_path, tmp_path)
+    node = start("spes_core.node", tmp_path / "run.json")
+    output, _ = node.communicate(timeout=60)
+    assert node.returncode == 2
+    assert output.splitlines()[-1].startswith('error: sync.exchange ("gradients") needs one process group')
+
+
+def with_corpus(config: RunConfig, corpus: Path) -> RunConfig:
+    return replace(config, data=replace(config.data, corpus=str(corpus)))
+
+
+def save_run(config: RunConfig, data_dir: Path, folder: Path) -> None:
+    RunFile(trial=config.method, config=config, data_dir=str(data_dir)).save(folder / "run.json")
+
+
+def start(module: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
