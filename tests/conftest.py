@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+# One thread for each process, before torch makes its pool: tests run in parallel and start processes of their own.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("shared cores", deadline=None)
+hypothesis.settings.load_profile("shared cores")
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

@@ -1,0 +1,189 @@
+"""The engine's own processes through the fork server: quick to start, named when they fail, gone when it ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from spes_core.config import DataConfig, ModelConfig, RunConfig, SyncConfig, ValidationConfig
+from spes_core.data.tokenize import prepare
+from spes_core.events import read_events
+from workbench.execute import ExecutionSettings, StopRequest, run_trial
+from workbench.launch.forkserver import ForkLauncher
+from workbench.processes import ProcessSpec
+from workbench.trials import Trial
+
+pytestmark = pytest.mark.processes
+
+FIRST_STEP_BAR_S = 10
+STOP_BAR_S = 10
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[ForkLauncher]:
+    with ForkLauncher() as launcher:
+        launcher.wait_ready()
+        yield launcher
+        assert launched(launcher) == []
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> ExecutionSettings:
+    folder = tmp_path_factory.mktemp("corpus ü")
+    for index in range(40):
+        words = (f"document {index} counts {number} and says {number * index % 17}." for number in range(60))
+        (folder / f"{index:02}.txt").write_text(" ".join(words), encoding="utf-8")
+    data = replace(config().data, corpus=str(folder))
+    return ExecutionSettings(data_dir=prepare(data, tmp_path_factory.mktemp("cache é")), device="cpu")
+
+
+def config(steps: int = 4, **changes: Any) -> RunConfig:
+    model = ModelConfig(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, expert_hidden=32, vocab_size=512)
+    data = DataConfig(tokenizer_vocab_size=400, validation_fraction=0.1, sequence_length=32, global_batch_sequences=8)
+    budget = {"budget_tokens": steps * 8 * 32, "validation": ValidationConfig(max_sequences=8)}
+    return RunConfig(**{"model": model, "data": data, "sync": SyncConfig(interval_steps=2), **budget, **changes})
+
+
+def trial(config: RunConfig) -> Trial:
+    return Trial(id="a" * 16, name="t", study="s", arm="a", role="", axes={}, seed=0, config=config)
+
+
+def launched(launcher: ForkLauncher) -> list[psutil.Process]:
+    return psutil.Process(launcher.pid).children(recursive=True)
+
+
+def wait_until(holds: Callable[[], object], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to pass in time"
+        time.sleep(0.02)
+
+
+def run_in_background(launcher: ForkLauncher, settings: ExecutionSettings, folder: Path, config: RunConfig) -> Any:
+    """Start a trial that would go on for long, wait until it trains; returns (thread, its result, its stop request)."""
+    result: dict[str, Any] = {}
+    request = StopRequest()
+
+    def run() -> None:
+        result.update(run_trial(trial(config), folder, settings, launcher, stop_request=request))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    first = folder / "events" / "node-0.jsonl"
+    wait_until(lambda: any(event["kind"] == "train" for event in read_events(first)))
+    return thread, result, request
+
+
+def test_the_preloaded_engine_is_safe_to_fork_and_computes_in_the_child(
+    launcher: ForkLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert launcher.forks, "a thread was started while the engine was loaded"
+    spec = ProcessSpec(name="t", argv=(sys.executable, "-m", "timeit", "-n1", "-r1", "-s", PROBE, "probe()"), env={})
+    process = launcher.start(spec, tmp_path / "log")
+    wait_until(lambda: process.returncode is not None)
+    assert process.returncode == 0, (tmp_path / "log").read_text()
+    assert "loaded already, gradient 6.0 with 2 threads" in (tmp_path / "log").read_text()
+
+
+PROBE = """
+def probe():
+    import sys
+    loaded = 'loaded already' if 'torch' in sys.modules else 'loaded anew'
+    import torch
+    torch.set_num_threads(2)
+    x = torch.full((600, 600), 1.0, requires_grad=True)
+    (x @ x).mean().backward()
+    y = torch.tensor(3.0, requires_grad=True)
+    y.square().backward()
+    print(f'{loaded}, gradient {float(y.grad)} with {torch.get_num_threads()} threads')
+"""
+
+
+def test_a_trial_of_four_nodes_takes_its_first_step_within_ten_seconds(
+    launcher: ForkLauncher, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    result = run_trial(trial(config()), tmp_path / "versuch ä", settings, launcher)
+    assert (result["status"], result["error"]) == ("done", None)
+    metrics = result["metrics"]
+    assert metrics["perf/launch_to_first_step_s"] < FIRST_STEP_BAR_S
+    assert (metrics["comm/rounds"], len(result["memory"]["measured"])) == (2, 4)
+    payload_gb = metrics["comm/uplink_gb"] - sum(map(sum, column(result, "uplink_framing_bytes"))) / 4 / 1e9
+    assert payload_gb == pytest.approx(metrics["comm/uplink_predicted_gb"], rel=1e-9)
+    assert launched(launcher) == []
+
+
+def column(result: dict[str, Any], field: str) -> list[list[int]]:
+    return [row[field] for row in result["rounds"]]
+
+
+def test_a_torchrun_group_is_forked_and_takes_its_first_step_within_ten_seconds(
+    launcher: ForkLauncher, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    group = config(method="centralized", nodes=2, sync=SyncConfig(exchange="gradients"))
+    result = run_trial(trial(group), tmp_path / "versuch ä", settings, launcher)
+    assert (result["status"], result["error"]) == ("done", None)
+    assert result["metrics"]["perf/launch_to_first_step_s"] < FIRST_STEP_BAR_S
+    assert result["metrics"]["comm/uplink_gb"] > 0
+    assert launched(launcher) == []
+
+
+@pytest.mark.parametrize("exchange", ["rounds", "gradients"])
+def test_a_killed_participant_fails_its_trial_and_leaves_nothing(
+    launcher: ForkLauncher, settings: ExecutionSettings, tmp_path: Path, exchange: str
+) -> None:
+    endless = config(steps=100_000, nodes=2, sync=SyncConfig(exchange=exchange, interval_steps=2))
+    thread, result, _ = run_in_background(launcher, settings, tmp_path, endless)
+    start = next(event for event in read_events(tmp_path / "events" / "node-1.jsonl") if event["kind"] == "start")
+    psutil.Process(start["pid"]).kill()
+    thread.join(STOP_BAR_S)
+    assert result["status"] == "failed"
+    assert result["error"]["process"] == ("node-1" if exchange == "rounds" else "torchrun")
+    assert launched(launcher) == []
+
+
+@pytest.mark.parametrize("exchange", ["rounds", "gradients"])
+def test_a_stop_request_ends_a_training_trial_within_ten_seconds(
+    launcher: ForkLauncher, settings: ExecutionSettings, tmp_path: Path, exchange: str
+) -> None:
+    endless = config(steps=100_000, nodes=2, sync=SyncConfig(exchange=exchange, interval_steps=2))
+    thread, result, request = run_in_background(launcher, settings, tmp_path, endless)
+    request.signal = signal.SIGINT
+    thread.join(STOP_BAR_S)
+    assert (result["status"], result["error"]["message"]) == ("interrupted", "stopped by SIGINT")
+    assert launched(launcher) == []
+
+
+def test_no_rank_or_node_outlives_a_killed_fork_server(settings: ExecutionSettings, tmp_path: Path) -> None:
+    endless = [config(100_000, nodes=2, sync=SyncConfig(exchange=kind)) for kind in ("rounds", "gradients")]
+    with ForkLauncher() as launcher:
+        trials = [run_in_background(launcher, settings, tmp_path / config.sync.exchange, config) for config in endless]
+        processes = launched(launcher)
+        assert len(processes) == 3 + 3  # server and two nodes, torchrun and two ranks
+        psutil.Process(launcher.pid).kill()
+        for thread, result, _ in trials:
+            thread.join(STOP_BAR_S)
+            assert result["status"] == "failed"
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+
+
+def test_a_port_in_use_fails_the_trial_with_the_server_s_own_words(
+    launcher: ForkLauncher, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = run_trial(trial(config()), tmp_path, replace(settings, server_address=address), launcher)
+    assert (result["status"], result["error"]["process"]) == ("failed", "server")
+    assert address in result["error"]["message"]

@@ -1,0 +1,62 @@
+"""Naming the process that failed first, and why."""
+
+from pathlib import Path
+
+import pytest
+
+from workbench.failures import describe, first_failed
+from workbench.launch.launcher import Running
+
+
+def ended(name: str, returncode: int | None, order: int) -> Running:
+    process = Running(name, order)
+    process.returncode, process.ended_order = returncode, order
+    return process
+
+
+def test_the_first_to_end_with_an_error_counts_and_not_the_first_in_the_list_or_to_end() -> None:
+    processes = [
+        ended("server", 1, 3),
+        ended("node-0", 0, 1),
+        ended("node-1", -9, 2),
+        ended("node-2", None, 0),
+    ]
+    failed = first_failed(processes)
+    assert failed is not None and failed.name == "node-1"
+    assert first_failed([processes[1], processes[3]]) is None
+
+
+@pytest.mark.parametrize(
+    ("returncode", "log", "message"),
+    [
+        (1, "error: old\nnoise\nerror: new\nnoise\n", "new"),
+        (2, None, "node-1 ended with exit status 2"),
+        (-9, "step 3\n", "node-1 was killed (SIGKILL), which the system does when memory runs out: step 3"),
+        (-15, None, "node-1 was ended by signal 15 (Terminated)"),
+        (1, "Traceback:\n  x\nKeyError: 'a'\n\n", "node-1 ended with exit status 1: KeyError: 'a'"),
+        (
+            1,
+            "[rank1]: torch.OutOfMemoryError: CUDA out\n...elastic.multiprocessing.errors.ChildFailedError: \n=====\n",
+            "node-1 ended with exit status 1: torch.OutOfMemoryError: CUDA out",
+        ),
+        (
+            1,
+            "  traceback : Traceback\n    assert x\n  AssertionError\n  \n====\n",
+            "node-1 ended with exit status 1: AssertionError",
+        ),
+    ],
+)  # fmt: skip
+def test_the_message_is_its_last_error_line_or_how_it_ended(
+    tmp_path: Path, returncode: int, log: str | None, message: str
+) -> None:
+    path = tmp_path / "log"
+    if log is not None:
+        path.write_text(log)
+    assert describe(ended("node-1", returncode, 1), path).message == message
+
+
+def test_only_the_last_twenty_lines_are_kept_and_a_large_log_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"\xff" * (1 << 20) + b"\n" + "".join(f"zeile {n} ü\n" for n in range(50)).encode())
+    tail = describe(ended("node-1", 1, 1), path).log_tail
+    assert tail == [f"zeile {number} ü" for number in range(30, 50)]

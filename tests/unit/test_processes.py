@@ -1,0 +1,43 @@
+"""Which processes a run consists of."""
+
+import sys
+from pathlib import Path
+
+from spes_core.config import DataConfig, ParallelConfig, RunConfig, RunFile, SyncConfig
+from workbench.processes import environment, plan
+
+
+def run_file(config: RunConfig, threads: int = 1) -> RunFile:
+    return RunFile(trial="t", config=config, data_dir="d", threads=threads)
+
+
+def test_rounds_need_a_server_and_every_node_once() -> None:
+    specs = plan(run_file(RunConfig(nodes=3, data=DataConfig(global_batch_sequences=3))), Path("/r/a b/t"))
+    assert [spec.name for spec in specs] == ["server", "node-0", "node-1", "node-2"]
+    assert specs[0].argv == (sys.executable, "-m", "spes_core.server", "/r/a b/t/run.json")
+    assert specs[3].argv == (sys.executable, "-m", "spes_core.node", "/r/a b/t/run.json", "--node", "2")
+    assert specs[3].log_name == "node-2.log"
+
+
+def test_without_exchange_there_is_no_server() -> None:
+    specs = plan(run_file(RunConfig(nodes=2, sync=SyncConfig(exchange="none"))), Path("/t"))
+    assert [spec.name for spec in specs] == ["node-0", "node-1"]
+
+
+def test_gradients_are_exchanged_in_one_torchrun_group_of_all_ranks() -> None:
+    config = RunConfig(nodes=2, parallel=ParallelConfig(ranks_per_node=4), sync=SyncConfig(exchange="gradients"))
+    (spec,) = plan(run_file(config), Path("/t"))
+    assert spec.name == "torchrun"
+    assert spec.argv[1:6] == ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
+    assert spec.argv[-2:] == ("/t/run.json", "--die-with-parent")
+
+
+def test_a_relative_folder_becomes_absolute_because_processes_may_run_elsewhere() -> None:
+    (server, *_) = plan(run_file(RunConfig()), Path("results/t"))
+    assert server.argv[-1] == str(Path.cwd() / "results/t/run.json")
+
+
+def test_threads_are_limited_before_a_numerical_library_is_loaded() -> None:
+    env = environment(run_file(RunConfig(), threads=3))
+    assert env["OMP_NUM_THREADS"] == env["OPENBLAS_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "3"
+    assert (env["OMP_WAIT_POLICY"], env["PYTHONHASHSEED"]) == ("PASSIVE", "0")

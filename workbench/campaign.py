@@ -1,0 +1,189 @@
+"""The running of a study: trials one after another, each mirrored when it ends, then the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from workbench.corpora import PreparedCorpus
+from workbench.dryrun import axis_paths, axis_text
+from workbench.execute import ExecutionSettings, StopRequest, TrialBusy, run_trial, stop_on_signals
+from workbench.launch.launcher import Launcher
+from workbench.launch.local import open_launcher
+from workbench.mirror import CLOSE_TIMEOUT_S, Mirror
+from workbench.progress import Progress
+from workbench.provenance import collect
+from workbench.spec import Study
+from workbench.store import Stored, StudyFolder
+from workbench.sweep import axis_label
+from workbench.terminal import LiveLines, PlainLines, duration, print_table, progress_lines
+from workbench.trials import Corpus, Trial, Variant, identify
+
+Outcome = Literal["done", "some failed", "interrupted"]
+
+_RESULT_COLUMNS = {
+    "eval/loss": ("eval/loss", "{:.4f}"),
+    "uplink GB": ("comm/uplink_gb", "{:.4g}"),
+    "trained-state GB": ("mem/trained_state_gb", "{:.4g}"),
+    "tokens/s": ("perf/tokens_per_s", "{:,.0f}"),
+}
+_MIRROR_PATIENCE_S = 20.0
+"""How long the first trial waits for MLflow's store, so that making it disturbs no measurement."""
+
+_MIRROR_STOP_S = 3.0
+"""How long an interrupted study waits for the mirror; the next run catches up."""
+
+
+class Campaign:
+    """All trials of a study on prepared corpora; `run` takes them from what is stored to a report."""
+
+    def __init__(
+        self,
+        study: Study,
+        variants: Sequence[Variant],
+        corpora: Mapping[Corpus, PreparedCorpus],
+        results: Path,
+        report_dir: Path,
+        command: str,
+    ) -> None:
+        self._study, self._corpora, self._command = study, corpora, command
+        self._folder, self._report_dir = StudyFolder(results), report_dir
+        self._trials = identify(study, variants, lambda corpus: corpora[corpus].header.digest)
+        self._stored: dict[str, Stored] = {trial.id: self._folder.stored(trial) for trial in self._trials}
+        self._provenance: dict[str, Any] = collect()
+
+    def run(self, *, retry_failed: bool) -> Outcome:
+        """Run what is not done, write the report, show the results."""
+        pending = [trial for trial in self._trials if self._is_pending(trial, retry_failed)]
+        self._say_what_stays(pending)
+        is_new = self._folder.write_study(self._study, self._trials, self._command, self._provenance)
+        if pending and self._run_trials(pending):
+            print("interrupted; the same command continues", flush=True)
+            return "interrupted"
+        report = self._report_dir / "index.html"
+        if pending or is_new or not self._folder.is_older_than(report, self._trials):
+            report = render_report(self._folder.path, self._report_dir)
+        self._show_results()
+        print(f"report: {_shown(report)}")
+        return "done" if all(stored.status == "done" for stored in self._stored.values()) else "some failed"
+
+    def _is_pending(self, trial: Trial, retry_failed: bool) -> bool:
+        stored = self._stored[trial.id]
+        return stored.will_run or (retry_failed and stored.status != "done")
+
+    def _say_what_stays(self, pending: Sequence[Trial]) -> None:
+        skipped = [self._stored[trial.id] for trial in self._trials if trial not in pending]
+        done = [stored for stored in skipped if stored.status == "done"]
+        if done:
+            print(f"{len(done)} of {len(self._trials)} trials are done already and are not run again")
+        if len(skipped) > len(done):
+            print(f"{len(skipped) - len(done)} trials failed earlier and stay so; --retry-failed runs them again")
+        digest = self._provenance["code_digest"]
+        older = [stored for stored in done if stored.result.get("provenance", {}).get("code_digest") != digest]
+        if older:
+            print(f"warning: {len(older)} of the done trials were made by other code than the present; see the report")
+
+    def _run_trials(self, pending: Sequence[Trial]) -> bool:
+        """Run trials in order; whether the user stopped them."""
+        with stop_on_signals() as stop_request, open_launcher() as launcher:
+            mirror = Mirror(self._folder.path.parent, self._study.name)
+            try:
+                print(f"{len(pending)} trials to run; preparing the engine and MLflow's store", flush=True)
+                _wait_for_store(mirror, stop_request)
+                with progress_lines(len(pending)) as lines:
+                    for number, trial in enumerate(pending, start=1):
+                        if stop_request.made:
+                            break
+                        lines.start(number, trial.name)
+                        stored = self._run_trial(trial, launcher, lines, stop_request)
+                        self._stored[trial.id] = stored
+                        lines.finish(_outcome(stored))
+                        mirror.add(self._folder.trial_dir(trial))
+            finally:
+                mirror.close(_MIRROR_STOP_S if stop_request.made else CLOSE_TIMEOUT_S)
+            return stop_request.made
+
+    def _run_trial(
+        self, trial: Trial, launcher: Launcher, lines: PlainLines | LiveLines, stop_request: StopRequest
+    ) -> Stored:
+        """Run one trial, again when a process died without a word, as often as the study allows."""
+        settings = ExecutionSettings(
+            data_dir=self._corpora[Corpus.of(trial.config.data)].folder,
+            device=self._study.launcher.device,
+            threads=self._study.launcher.threads,
+            server_address=f"127.0.0.1:{self._study.launcher.port}",
+            timeout_s=self._study.resources.timeout_s,
+            provenance=self._provenance,
+        )
+
+        def show(progress: Progress) -> None:
+            lines.update(progress)
+
+        for _ in range(1 + self._study.resources.retries):
+            try:
+                result = run_trial(trial, self._folder.trial_dir(trial), settings, launcher, show, stop_request)
+            except TrialBusy as error:
+                return Stored(status="busy", result={"error": {"message": str(error)}})
+            if not died_silently(result):
+                break
+        return Stored(status=result["status"], result=result)
+
+    def _show_results(self) -> None:
+        axes = axis_paths(trial.axes for trial in self._trials)
+        labels = [axis_label(path, axes) for path in axes]
+        metrics = dict(_RESULT_COLUMNS)
+        primary = self._study.metrics.primary.name
+        if primary != "eval/loss":
+            metrics = {primary: (primary, "{:.4g}"), **metrics}
+        rows = []
+        for trial in self._trials:
+            stored = self._stored[trial.id]
+            values = stored.result.get("metrics", {})
+            numbers = [form.format(values[name]) if name in values else "-" for name, form in metrics.values()]
+            points = [axis_text(trial.axes, path) for path in axes]
+            rows.append([trial.arm, *points, str(trial.seed), *numbers, stored.status])
+        columns = ["arm", *labels, "seed", *metrics, "status"]
+        print_table(self._study.question, columns, rows, [*labels, "seed", *metrics])
+
+
+def _wait_for_store(mirror: Mirror, stop_request: StopRequest) -> None:
+    """Return when MLflow's store is there, or is not worth waiting for."""
+    deadline_s = time.monotonic() + _MIRROR_PATIENCE_S
+    while not stop_request.made and time.monotonic() < deadline_s and not mirror.wait_ready(0.2):
+        pass
+
+
+def render_report(study_dir: Path, report_dir: Path) -> Path:
+    """Write the report of a study from what is stored, and return its page."""
+    from workbench.report.render import render
+
+    paths = render(study_dir, report_dir)
+    for remark in paths.remarks:
+        print(f"note: {remark}")
+    return paths.html
+
+
+def _shown(path: Path) -> Path:
+    """The path as a user at the current folder would write it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def died_silently(result: Mapping[str, Any]) -> bool:
+    """Whether a process of a failed trial ended without saying why, as one does that is killed from outside."""
+    if result["status"] != "failed":
+        return False
+    said = (result.get("error") or {}).get("log_tail", [])
+    return not any(line.startswith(("error:", "Traceback")) for line in said)
+
+
+def _outcome(stored: Stored) -> str:
+    metrics, error = stored.result.get("metrics", {}), stored.result.get("error") or {}
+    if stored.status != "done":
+        return f"{stored.status}: {error.get('message', 'no reason is known')}"
+    took = metrics.get("perf/wall_time_s")
+    parts = ["done" if took is None else f"done in {duration(took)}"]
+    parts += [f"loss {metrics['eval/loss']:.4f}"] if "eval/loss" in metrics else []
+    parts += [f"{metrics['perf/tokens_per_s']:,.0f} tokens/s"] if "perf/tokens_per_s" in metrics else []
+    return "  ".join(parts)

@@ -1,0 +1,99 @@
+"""What `--dry-run` prints: every trial, what it will cost, and whether it is done already. Creates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from workbench.corpora import PreparedCorpus
+from workbench.plan import Prediction, merge_warning, predict
+from workbench.spec import Study
+from workbench.store import Stored, StudyFolder
+from workbench.sweep import axis_label, value_text
+from workbench.terminal import duration, print_table
+from workbench.trials import Corpus, Variant, config_digest, identify
+
+_NUMERIC = ("seed", "steps", "rounds", "merges", "trained params", "memory GB/node", "uplink GB/node")
+
+
+def show_plan(
+    study: Study, variants: Sequence[Variant], results: Path, corpora: Mapping[Corpus, PreparedCorpus]
+) -> None:
+    """Print the plan; trials whose corpus is not prepared have no id yet and are shown with their config's digest."""
+    predictions = [predict(variant.config) for variant in variants]
+    axes = axis_paths(variant.axes for variant in variants)
+    labels = [axis_label(path, axes) for path in axes]
+    columns = ["trial", "arm", *labels, *_NUMERIC, "status"]
+    rows, statuses = [], []
+    for variant, prediction in zip(variants, predictions, strict=True):
+        name, status = _identity(study, variant, results, corpora)
+        values = [axis_text(variant.axes, path) for path in axes]
+        rows.append([name, variant.arm.name, *values, str(variant.seed), *_costs(variant, prediction), status])
+        statuses.append(status)
+    print(f"{study.name}: {study.question}\n")
+    print_table(f"{len(rows)} trials", columns, rows, [*labels, *_NUMERIC])
+    print()
+    for note in _notes(study, variants, predictions, statuses):
+        print(note)
+
+
+def axis_paths(points: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
+    """Every axis that some trial has, in order; ``points`` are the axes of each."""
+    return tuple(dict.fromkeys(path for axes in points for path in axes))
+
+
+def axis_text(axes: Mapping[str, object], path: str) -> str:
+    """The value on an axis, or a dash where the axis does not apply."""
+    return value_text(axes[path]) if path in axes else "-"
+
+
+def explain(stored: Stored) -> str:
+    """What will happen to a trial when the study runs."""
+    if stored.status == "done":
+        return "done"
+    if stored.status == "interrupted":
+        return "will run (was interrupted)"
+    return "will run" if stored.will_run else f"{stored.status} (--retry-failed runs it again)"
+
+
+def _identity(
+    study: Study, variant: Variant, results: Path, corpora: Mapping[Corpus, PreparedCorpus]
+) -> tuple[str, str]:
+    """Name and status of a trial, as far as they can be known."""
+    prepared = corpora.get(Corpus.of(variant.config.data))
+    if prepared is None:
+        return (
+            f"{variant.label} (config {config_digest(variant.config)[:8]})",
+            "will run (data not prepared yet)",
+        )
+    trial = identify(study, [variant], lambda _: prepared.header.digest)[0]
+    return trial.name, explain(StudyFolder(results).stored(trial))
+
+
+def _costs(variant: Variant, prediction: Prediction) -> list[str]:
+    return [
+        str(prediction.steps),
+        str(prediction.rounds),
+        str(prediction.merges),
+        f"{prediction.parameters_trained:,}",
+        f"{prediction.memory_gb:.3g}",
+        f"{prediction.uplink_gb:.4g}",
+    ]
+
+
+def _notes(
+    study: Study, variants: Sequence[Variant], predictions: Sequence[Prediction], statuses: Sequence[str]
+) -> list[str]:
+    to_run = sum(status.startswith("will run") for status in statuses)
+    notes = [f"{to_run} of {len(variants)} trials will run."]
+    if any("not prepared" in status for status in statuses):
+        notes.append("The corpus is not prepared yet: trials get their ids when the study runs.")
+    if warning := merge_warning(variants):
+        notes.append(f"warning: {warning}.")
+    largest_gb = max(prediction.memory_gb for prediction in predictions)
+    if (memory_gb := study.hardware.memory_gb) is not None and largest_gb > memory_gb:
+        notes.append(f"warning: {largest_gb:.3g} GB per node exceed hardware.memory_gb ({memory_gb:g}).")
+    if (link := study.hardware.link_gbit_per_s) is not None:
+        longest_s = max(prediction.uplink_time_s(link) for prediction in predictions)
+        notes.append(f"At {link:g} Gbit/s the longest uplink of one node takes {duration(longest_s)} in total.")
+    return notes

@@ -1,0 +1,67 @@
+"""Which process of a trial failed first, and what it said."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from workbench.launch.launcher import Running
+
+_TAIL_LINES = 20
+_TAIL_BYTES = 1 << 16
+_EXCEPTION = re.compile(r"\s*(?:\[rank\d+\]:\s*)?((?!\S*ChildFailedError)[A-Za-z_][\w.]*(?:Error|Exception)(?::.*)?)$")
+"""The line of a traceback that names the exception, except torchrun's own, which only says that a rank failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a trial did not come to its end; the ``error`` of result.json."""
+
+    message: str
+    """One sentence."""
+    process: str | None
+    """Name of the process that failed first; None when none did."""
+    log_tail: list[str]
+    """The last lines of that process's log."""
+
+
+def first_failed(processes: Sequence[Running]) -> Running | None:
+    """The process that failed before the others, which fail as a consequence; None when none has failed."""
+    failed = [process for process in processes if process.returncode]
+    return min(failed, key=lambda process: process.ended_order, default=None)
+
+
+def describe(process: Running, log: Path) -> Failure:
+    """What is known about a failed process: its own last ``error:`` line, or how it ended."""
+    lines = tail(log)
+    said = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
+    message = said[-1] if said else _ending(process, lines)
+    return Failure(message=message, process=process.name, log_tail=lines[-_TAIL_LINES:])
+
+
+def tail(log: Path) -> list[str]:
+    """The lines in the last 64 KiB of a log, without empty ones; none when there is no log."""
+    if not log.exists():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def _ending(process: Running, lines: list[str]) -> str:
+    assert process.returncode
+    raised = [match[1] for line in lines if (match := _EXCEPTION.match(line))]
+    last = f": {(raised or lines)[-1]}" if lines else ""
+    if process.returncode == -signal.SIGKILL:
+        return f"{process.name} was killed (SIGKILL), which the system does when memory runs out{last}"
+    if process.returncode < 0:
+        return f"{process.name} was ended by signal {-process.returncode} ({_signal_name(process.returncode)}){last}"
+    return f"{process.name} ended with exit status {process.returncode}{last}"
+
+
+def _signal_name(returncode: int) -> str:
+    return signal.strsignal(-returncode) or "unknown"

@@ -1,0 +1,79 @@
+"""What a launcher is: the interface between `execute` and the places where processes run.
+
+A launcher starts a `ProcessSpec` and gives a `Running`; waits until one of several ends; signals their groups. No
+process outlives `close`, nor the death of the process that holds the launcher, however it dies.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from spes_core.errors import SpesError
+from workbench.processes import ProcessSpec
+
+STOP_GRACE_S = 5.0
+"""How long a process may take to end after SIGTERM before it gets SIGKILL."""
+_KILL_GRACE_S = 3.0
+
+
+class LaunchError(SpesError):
+    """A process could not be started."""
+
+
+class Running:
+    """One started process; ``returncode`` is None until it has ended, and -N when signal N ended it."""
+
+    def __init__(self, name: str, id: int) -> None:
+        self.name = name
+        self.id = id
+        self.pid: int | None = None
+        self.returncode: int | None = None
+        self.ended_order = 0
+        """1 for the first process of its launcher that ended, and so on; 0 while it runs."""
+
+
+class Launcher(Protocol):
+    """What `execute` needs of a place where processes run."""
+
+    def wait_ready(self) -> None:
+        """Return when a process can be started without delay. Raises LaunchError."""
+
+    def start(self, spec: ProcessSpec, log: Path) -> Running:
+        """Start one process with stdout and stderr appended to ``log``. Raises LaunchError."""
+
+    def signal(self, process: Running, number: int) -> None:
+        """Signal the process group of a process; nothing happens when it has ended."""
+
+    def wait(self, processes: Sequence[Running], timeout_s: float) -> None:
+        """Return after ``timeout_s``, or as soon as one more of the processes has ended."""
+
+    def close(self) -> None:
+        """End every process."""
+
+
+def count_running(processes: Sequence[Running]) -> int:
+    """How many of the processes have not ended."""
+    return sum(process.returncode is None for process in processes)
+
+
+def stop(launcher: Launcher, processes: Sequence[Running], grace_s: float = STOP_GRACE_S) -> None:
+    """End the processes: SIGTERM to their groups, SIGKILL after ``grace_s``; returns when they have ended."""
+    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, _KILL_GRACE_S)):
+        for process in processes:
+            if process.returncode is None:
+                launcher.signal(process, number)
+        deadline = time.monotonic() + patience_s
+        while count_running(processes) and (left_s := deadline - time.monotonic()) > 0:
+            launcher.wait(processes, left_s)
+
+
+def child_environment(extra: dict[str, str]) -> dict[str, str]:
+    """This process's environment with ``extra`` on top; children may write bytecode, or every start compiles anew."""
+    env = {**os.environ, **extra}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    return env

@@ -1,0 +1,88 @@
+"""Which processes one run consists of: a pure function from a run file to process specifications."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import spes_core
+from spes_core.config import RunFile
+
+SERVER = "server"
+"""Name of the process that holds the parameter server."""
+GROUP = "torchrun"
+"""Name of the process that starts the ranks of a process group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """One process to start on this host: what a launcher needs and nothing else."""
+
+    name: str
+    """Unique in the trial: "server", "node-0", ..., or "torchrun"."""
+    argv: tuple[str, ...]
+    """Command line; the first word is a Python interpreter."""
+    env: dict[str, str]
+    """Environment variables that are set on top of the launcher's own."""
+
+    @property
+    def log_name(self) -> str:
+        """Name of the file in the trial's logs/ that takes stdout and stderr."""
+        return f"{self.name}.log"
+
+
+def plan(run: RunFile, trial_dir: Path, python: str = sys.executable) -> list[ProcessSpec]:
+    """The processes of a run whose run.json lies in ``trial_dir``, in the order in which they are started.
+
+    Rounds need one server and N nodes; gradients need one torchrun group of nodes × parallel.ranks_per_node ranks
+    and no server; without any exchange there are N nodes.
+    """
+    run_file = str(trial_dir.absolute() / "run.json")
+    exchange, env = run.config.sync.exchange, environment(run)
+    if exchange == "gradients":
+        ranks = run.config.world_size
+        return [ProcessSpec(name=GROUP, argv=_group_argv(python, trial_dir.absolute(), ranks), env=env)]
+    nodes = [
+        ProcessSpec(
+            name=f"node-{node}",
+            argv=(python, "-m", "spes_core.node", run_file, "--node", str(node)),
+            env=env,
+        )
+        for node in range(run.config.nodes)
+    ]
+    server = ProcessSpec(name=SERVER, argv=(python, "-m", "spes_core.server", run_file), env=env)
+    return [server, *nodes] if exchange == "rounds" else nodes
+
+
+def environment(run: RunFile) -> dict[str, str]:
+    """Variables that must be in place before a numerical library is loaded.
+
+    Threads that spin while they wait make processes that share cores more than ten times slower, hence PASSIVE.
+    """
+    threads = str(run.threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONHASHSEED": "0",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONIOENCODING": "utf-8:backslashreplace",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _group_argv(python: str, trial_dir: Path, ranks: int) -> tuple[str, ...]:
+    """A single-host torchrun group; its store and its master port are ports that the system chooses.
+
+    On Linux torchrun forks the ranks, which then have torch loaded, as torchrun has. Elsewhere it starts each from
+    scratch in a session of its own, which signals to the group do not reach; so ranks are told to end with torchrun.
+    """
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    logs = ("--log-dir", str(trial_dir / "logs"))
+    if sys.platform == "linux":
+        node = ("--start-method", "fork", "--run-path", str(Path(spes_core.__file__).with_name("node.py")))
+    else:
+        node = ("-m", "spes_core.node")
+    return (python, *torchrun, *logs, *node, str(trial_dir / "run.json"), "--die-with-parent")

@@ -1,0 +1,160 @@
+"""What stands under a figure, and what a screen reader says instead of it; both composed from the data."""
+
+from __future__ import annotations
+
+from workbench.report.evidence import Evidence
+from workbench.report.findings import Analysis, cell_mean
+from workbench.report.printing import (
+    axis_symbol,
+    count,
+    join,
+    loss,
+    metric_name,
+    percent,
+    sample_size,
+    setting,
+    significant,
+)
+
+
+def sample(evidence: Evidence) -> str:
+    """What a point is: n and the kind of interval."""
+    sizes = sorted({len(cell.values(evidence.metric)) for cell in evidence.cells} - {0})
+    if not sizes:
+        return "No finished trials."
+    if sizes == [1]:
+        return f"One seed per point ({sample_size(1)}), so no interval can be given."
+    n = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+    return f"Markers: mean over {sample_size(n)} seeds; bars: 95 % t interval of the mean; small dots: the seeds."
+
+
+def loss_against_x(analysis: Analysis) -> str:
+    """Caption of the hero figure."""
+    evidence = analysis.evidence
+    parts = [sample(evidence)]
+    if evidence.reference is not None:
+        band = " with its interval as a band" if len(evidence.seeds) > 1 else ""
+        parts.append(
+            f"Level line: the reference {evidence.reference.arm}{band}; dashed: the reference"
+            f" {'+' if evidence.smaller_is_better else '−'}{percent(evidence.tolerance, digits=0)} (tolerance)."
+        )
+    if analysis.spots:
+        rule = "point" if len(evidence.seeds) == 1 else "upper bound of the paired difference"
+        symbol = axis_symbol(evidence.x_path or "")
+        parts.append(f"Ring: sweet spot, the largest {symbol} whose {rule} stays within the tolerance.")
+    if (entropy := unigram_entropy(evidence)) is not None and evidence.metric == "eval/loss":
+        parts.append(
+            f"Trivial baseline, off the scale: the unigram entropy of the corpus, {loss(entropy)} nats per token,"
+            " the loss of a model that knows only how often each token occurs."
+        )
+    return " ".join(parts)
+
+
+def unigram_entropy(evidence: Evidence) -> float | None:
+    """The corpus's unigram entropy in nats; None when no trial recorded it or trials differ in it."""
+    values = {trial.part("data").get("unigram_entropy_nats") for trial in evidence.done} - {None}
+    return float(values.pop()) if len(values) == 1 else None
+
+
+def uplink(evidence: Evidence) -> str:
+    """Caption of the bytes figure."""
+    text = (
+        "Markers: counted at the transport, payload and framing, mean over nodes and seeds; lines: predicted from the"
+        " model's shape and the partition."
+    )
+    level = [
+        s.label
+        for s in evidence.series
+        if any(c.x is None for c in evidence.cells_of(s)) and evidence.x_values
+    ]
+    if level:
+        text += (
+            f" Level line: {join(level)}, which exchanges gradients at every step (bytes by the formula of the ring"
+            " all-reduce where the transport is not ours)."
+        )
+    return text + " Logarithmic scale."
+
+
+def pareto(evidence: Evidence) -> str:
+    """Caption of the Pareto figure."""
+    symbol = axis_symbol(evidence.x_path) if evidence.x_path else ""
+    labels = f" Numbers: {symbol}." if evidence.x_values else ""
+    better = "Lower left" if evidence.smaller_is_better else "Upper left"
+    return f"{better} is better.{labels} Means over seeds; the horizontal axis is logarithmic."
+
+
+def curves(evidence: Evidence) -> str:
+    """Caption of the learning curves."""
+    shade = f" Within an arm, larger {axis_symbol(evidence.x_path)} is fainter." if evidence.x_path else ""
+    mean = " Lines: mean over seeds at the same step." if len(evidence.seeds) > 1 else ""
+    return (
+        f"Upper row: validation loss of the global model; lower row: training loss.{mean}{shade} Bytes are per node and"
+        " on a logarithmic axis. The first tenth of training lies above the frame."
+    )
+
+
+def memory(evidence: Evidence) -> str:
+    """Caption of the memory figure."""
+    return (
+        "Left: peak bytes of the largest node, measured, by part; diamonds: the predicted total. Right: peak resident"
+        " memory of the whole process, which also holds the interpreter, the libraries and the data."
+    )
+
+
+def throughput(evidence: Evidence) -> str:
+    """Caption of the throughput figure."""
+    return (
+        "Left: global training tokens per second with synchronization (filled) and counting compute time only (hollow)."
+        " Right: shares of a node's time without validation, mean over nodes and seeds."
+    )
+
+
+def load(evidence: Evidence, top: float) -> str:
+    """Caption of the expert-load figure."""
+    return (
+        "Share of the tokens that each expert received since the previous log line, as a multiple of the uniform share"
+        f" (1 = balanced; darkest = {significant(top, 2)}), at the end of training. Title: mean over layers of largest"
+        " over mean load."
+    )
+
+
+def alt_by_x(evidence: Evidence, metric: str, what: str) -> str:
+    """A figure against x in words: every series with its means."""
+    lines = []
+    for series in evidence.series:
+        cells = [(cell, cell_mean(cell, metric)) for cell in evidence.cells_of(series)]
+        points = [
+            f"{significant(value, 4)}"
+            + (f" at {setting(evidence.x_path, cell.x)}" if cell.x is not None else "")
+            for cell, value in cells
+            if value is not None
+        ]
+        lines.append(f"{series.label}: {', '.join(points) or 'no finished trial'}")
+    return f"{what}. {'; '.join(lines)}."
+
+
+def alt_pareto(evidence: Evidence) -> str:
+    """The Pareto figure in words."""
+    lines = []
+    for series in evidence.series:
+        points = [
+            f"{significant(value, 4)} for {significant(sent)} GB"
+            for cell in evidence.cells_of(series)
+            if (value := cell_mean(cell, evidence.metric)) is not None
+            and (sent := cell_mean(cell, "comm/uplink_gb"))
+        ]
+        if points:
+            lines.append(f"{series.label}: {', '.join(points)}")
+    return f"{metric_name(evidence.metric).capitalize()} against uplink per node. {'; '.join(lines)}."
+
+
+def alt_curves(evidence: Evidence) -> str:
+    """The learning curves in words: how many and where they end."""
+    ends = [
+        f"{series.label} {significant(min(values), 4)} to {significant(max(values), 4)}"
+        for series in evidence.series
+        if (
+            values := [v for cell in evidence.cells_of(series) for v in cell.values(evidence.metric).values()]
+        )
+    ]
+    return f"Learning curves of {count(len(evidence.done), 'trial')}. Final losses: {'; '.join(ends)}."

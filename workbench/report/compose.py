@@ -1,0 +1,149 @@
+"""Puts a study's report together: which sentences, figures and tables stand where. Pure: evidence in, document out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from workbench.report import (
+    checks,
+    curves,
+    figures,
+    load,
+    observations,
+    resources,
+    sources,
+    tables,
+    wire,
+    words,
+)
+from workbench.report.document import Block, Command, Document, KeyNumbers, Note, Paragraph, Section
+from workbench.report.evidence import Evidence
+from workbench.report.findings import analyse
+from workbench.report.printing import count, join
+
+FORMATS = ("html", "pdf", "csv", "latex")
+
+
+def compose(evidence: Evidence, report_dir: Path) -> Document:
+    """The report of a study; parts without data are left out, and what is missing is said."""
+    analysis = analyse(evidence)
+    numbers = words.key_numbers(analysis)
+    opening: list[Block | None] = [
+        KeyNumbers(numbers=numbers) if numbers else None,
+        *_warnings(evidence),
+        figures.loss_figure(analysis),
+        _sentence(observations.setup(evidence)),
+        Command(text=str(evidence.study.get("command", "")), label="Reproduce with")
+        if _command(evidence)
+        else None,
+    ]
+    sections = [
+        _section(
+            "result",
+            "Result",
+            _sentence(observations.result(analysis)),
+            tables.summary_table(analysis),
+            tables.differences_table(analysis),
+        ),
+        _section(
+            "communication",
+            "Communication",
+            _sentence(observations.communication(analysis)),
+            wire.bytes_figure(analysis),
+            wire.pareto_figure(analysis),
+            checks.prediction_bytes_table(evidence),
+        ),
+        _section("learning", "Learning curves", curves.curves_figure(analysis)),
+        _section(
+            "memory",
+            "Memory",
+            _sentence(observations.memory(analysis)),
+            resources.memory_figure(analysis),
+            checks.prediction_memory_table(evidence),
+        ),
+        _section(
+            "throughput",
+            "Throughput",
+            _sentence(observations.throughput(analysis)),
+            resources.throughput_figure(analysis),
+        ),
+        _section("load", "Expert load", load.load_figure(analysis)),
+        _section(
+            "comparability", "Comparability", checks.budget_table(evidence), checks.settings_table(evidence)
+        ),
+        _section(
+            "trials", "Trials", tables.missing_table(evidence), tables.trials_table(evidence, report_dir)
+        ),
+        _section(
+            "provenance", "Provenance", sources.provenance_table(evidence), sources.sources_table(evidence)
+        ),
+    ]
+    return Document(
+        name=str(evidence.study.get("name") or evidence.folder.name),
+        title=str(evidence.study.get("question") or evidence.study.get("name") or evidence.folder.name),
+        byline=_byline(evidence),
+        verdict=words.verdict(analysis),
+        opening=tuple(block for block in opening if block is not None),
+        sections=tuple(section for section in sections if section is not None),
+        formats=tuple(str(name) for name in evidence.report.get("formats") or FORMATS),
+    )
+
+
+def _command(evidence: Evidence) -> bool:
+    return bool(evidence.study.get("command"))
+
+
+def _sentence(text: str) -> Paragraph | None:
+    return Paragraph(text=text) if text else None
+
+
+def _section(name: str, title: str, *blocks: Block | None) -> Section | None:
+    kept = tuple(block for block in blocks if block is not None)
+    return Section(id=name, title=title, blocks=kept) if kept else None
+
+
+def _byline(evidence: Evidence) -> str:
+    found = dict(evidence.study.get("provenance") or {})
+    commit = str(found.get("commit") or "")[:8]
+    parts = [
+        f"{len(evidence.done)} of {count(len(evidence.trials), 'trial')} finished",
+        count(len(evidence.seeds), "seed"),
+        f"started {str(evidence.study.get('created_at', ''))[:10]}"
+        if evidence.study.get("created_at")
+        else "",
+        f"commit {commit}{' with uncommitted changes' if found.get('dirty') else ''}" if commit else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _warnings(evidence: Evidence) -> Iterable[Note]:
+    """What the reader must know before believing a number."""
+    unfinished = [trial for trial in evidence.trials if not trial.done]
+    if unfinished and evidence.done:
+        kinds = [
+            f"{sum(t.status == s for t in unfinished)} {s}"
+            for s in dict.fromkeys(t.status for t in unfinished)
+        ]
+        yield Note(
+            text=f"{count(len(unfinished), 'trial')} of {len(evidence.trials)} gave no result ({join(kinds)}); the"
+            " reasons are listed under *Trials*, and no mean contains them."
+        )
+    codes = {str(t.part("provenance").get("code_digest")) for t in evidence.done} - {"None"}
+    if len(codes) > 1:
+        yield Note(
+            text=f"The trials were run by {len(codes)} different versions of the code, so differences between them may"
+            " come from the code.",
+            items=tuple(
+                f"code {code[:12]}: {count(len(own), 'trial')}, {join(sorted({t.arm for t in own}))}"
+                for code in sorted(codes)
+                if (own := [t for t in evidence.done if t.part("provenance").get("code_digest") == code])
+            ),
+        )
+    if evidence.done and evidence.reference is None:
+        yield Note(text="The study has no reference arm, so losses are reported but not compared with one.")
+    if evidence.strays:
+        yield Note(
+            text=f"{count(len(evidence.strays), 'trial folder')} on disk no longer belong to the study and are not"
+            " used."
+        )

@@ -1,0 +1,162 @@
+"""The comparisons that sentences, tables and figures share: each cell against the reference, and the sweet spots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from workbench.report.evidence import Cell, Evidence, Series
+from workbench.report.printing import setting
+from workbench.statistics import (
+    Interval,
+    SignFlip,
+    SweetSpot,
+    Verdict,
+    equivalence,
+    holm,
+    mean,
+    paired_differences,
+    sign_flip_test,
+    sweet_spot,
+    t_interval,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One cell against the reference, paired by seed. Positive differences are worse, whatever the metric's goal."""
+
+    cell: Cell
+    absolute: dict[int, float]
+    relative: dict[int, float]
+    interval: Interval
+    """Of the relative difference."""
+    absolute_interval: Interval
+    verdict: Verdict
+    test: SignFlip
+    holm_p: float
+
+    @property
+    def n(self) -> int:
+        """Seeds that both sides have."""
+        return len(self.relative)
+
+
+def compare(evidence: Evidence) -> list[Comparison]:
+    """Every cell that shares a finished seed with the reference; p values are Holm-adjusted within a series."""
+    found: list[Comparison] = []
+    for series in evidence.series:
+        group = [c for cell in evidence.cells_of(series) if (c := _compare_cell(evidence, cell)) is not None]
+        adjusted = holm([comparison.test.p for comparison in group])
+        found += [replace(c, holm_p=p) for c, p in zip(group, adjusted, strict=True)]
+    return found
+
+
+def _compare_cell(evidence: Evidence, cell: Cell) -> Comparison | None:
+    reference = evidence.reference_cell(cell)
+    if reference is None:
+        return None
+    sign = 1.0 if evidence.smaller_is_better else -1.0
+    ours, theirs = cell.values(evidence.metric), reference.values(evidence.metric)
+    absolute = {seed: sign * d for seed, d in paired_differences(ours, theirs).items()}
+    relative = {seed: sign * d for seed, d in paired_differences(ours, theirs, relative=True).items()}
+    if not absolute:
+        return None
+    interval, test = t_interval(list(relative.values())), sign_flip_test(list(relative.values()))
+    return Comparison(
+        cell=cell,
+        absolute=absolute,
+        relative=relative,
+        interval=interval,
+        absolute_interval=t_interval(list(absolute.values())),
+        verdict=equivalence(interval, evidence.tolerance),
+        test=test,
+        holm_p=test.p,
+    )
+
+
+def sweet_spots(evidence: Evidence, comparisons: Sequence[Comparison]) -> dict[Series, SweetSpot | None]:
+    """The sweet spot of every series with at least two numeric x; None where the rule identifies none."""
+    spots: dict[Series, SweetSpot | None] = {}
+    for series in evidence.series:
+        points = [
+            (float(c.cell.x), c.interval)
+            for c in comparisons
+            if c.cell.series == series
+            and isinstance(c.cell.x, int | float)
+            and not isinstance(c.cell.x, bool)
+        ]
+        if len(points) >= 2:
+            spots[series] = sweet_spot(points, evidence.tolerance)
+    return spots
+
+
+def best(evidence: Evidence, comparisons: Sequence[Comparison], series: Series) -> Comparison | None:
+    """The comparison of ``series`` with the smallest mean difference."""
+    own = [comparison for comparison in comparisons if comparison.cell.series == series]
+    return min(own, key=lambda comparison: comparison.interval.mean, default=None)
+
+
+def cell_mean(cell: Cell | None, metric: str) -> float | None:
+    """Mean of a metric over the finished trials of a cell; None without any."""
+    values = list(cell.values(metric).values()) if cell is not None else []
+    return mean(values) if values else None
+
+
+def seed_interval(cell: Cell, metric: str) -> tuple[float | None, float | None, float | None]:
+    """Mean, lower and upper bound of a metric over the seeds of a cell."""
+    values = list(cell.values(metric).values())
+    if not values:
+        return None, None, None
+    interval = t_interval(values)
+    return interval.mean, interval.low, interval.high
+
+
+def subject(evidence: Evidence) -> Series | None:
+    """The series that the verdict is about: the first non-reference one of method "spes", or the first other."""
+    others = [series for series in evidence.series if series != evidence.reference]
+    others = [series for series in others if series.role != "baseline"] or others
+    return next((series for series in others if series.method == "spes"), others[0] if others else None)
+
+
+def baseline(evidence: Evidence) -> Series | None:
+    """What bytes and memory are measured against: the series of role "baseline", or of method dilico or diloco."""
+    others = [series for series in evidence.series if series not in (subject(evidence), evidence.reference)]
+    named = next((series for series in others if series.role == "baseline"), None)
+    return named or next((series for series in others if series.method in ("dilico", "diloco")), None)
+
+
+def same_x(evidence: Evidence, series: Series, x: object) -> Cell | None:
+    """The cell of ``series`` at ``x``, or its only one where x does not apply to it."""
+    cells = evidence.cells_of(series)
+    return next(
+        (cell for cell in cells if cell.x == x), cells[0] if len(cells) == 1 and cells[0].x is None else None
+    )
+
+
+def ratio(ours: Cell, theirs: Cell | None, metric: str) -> float | None:
+    """ours / theirs of a metric's means; None where one is missing or theirs is 0."""
+    top, bottom = cell_mean(ours, metric), cell_mean(theirs, metric)
+    return top / bottom if top is not None and bottom else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """The evidence with what was computed from it once."""
+
+    evidence: Evidence
+    comparisons: tuple[Comparison, ...]
+    spots: dict[Series, SweetSpot | None]
+
+
+def analyse(evidence: Evidence) -> Analysis:
+    """Everything that sentences, tables and figures share."""
+    comparisons = compare(evidence)
+    return Analysis(
+        evidence=evidence, comparisons=tuple(comparisons), spots=sweet_spots(evidence, comparisons)
+    )
+
+
+def row_label(evidence: Evidence, cell: Cell) -> str:
+    """ "spes, H = 50"."""
+    return cell.series.label if cell.x is None else f"{cell.series.label}, {setting(evidence.x_path, cell.x)}"

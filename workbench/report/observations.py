@@ -1,0 +1,167 @@
+"""What was trained, and the sentences under a heading that say what its figures show; composed from the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from workbench.report.captions import unigram_entropy
+from workbench.report.evidence import Evidence, Series
+from workbench.report.findings import Analysis, baseline, cell_mean, ratio, row_label, same_x, subject
+from workbench.report.printing import (
+    count,
+    integer,
+    join,
+    loss,
+    metric_name,
+    percent,
+    scale_for,
+    sentence,
+    setting,
+    significant,
+)
+from workbench.statistics import mean
+
+
+def communication(analysis: Analysis) -> str:
+    """Bytes of the subject against the full-model baseline and against the reference."""
+    evidence, ours = analysis.evidence, subject(analysis.evidence)
+    parts = []
+    for theirs in dict.fromkeys([baseline(evidence), evidence.reference]):
+        if theirs is None or ours is None or theirs == ours:
+            continue
+        sent, received = (
+            _share_range(evidence, ours, theirs, f"comm/{way}_gb") for way in ("uplink", "downlink")
+        )
+        if sent and received:
+            parts.append(
+                f"against {theirs.label}, a node of {ours.label} sends {sent} and receives {received}"
+            )
+    text = "; ".join(parts)
+    return f"{sentence(text)} of the bytes." if text else ""
+
+
+def _share_range(evidence: Evidence, ours: Series, theirs: Series, metric: str) -> str:
+    """ "59 %", or "0.2 % to 4.0 %" where the share depends on x."""
+    shares = [
+        share
+        for cell in evidence.cells_of(ours)
+        if (share := ratio(cell, same_x(evidence, theirs, cell.x), metric)) is not None
+    ]
+    if not shares:
+        return ""
+    low, high = (percent(share, digits=0 if share >= 0.1 else 1) for share in (min(shares), max(shares)))
+    return low if low == high else f"{low} to {high}"
+
+
+def memory(analysis: Analysis) -> str:
+    """Trained state per series, smallest first."""
+    evidence = analysis.evidence
+    held = {
+        series: mean(values)
+        for series in evidence.series
+        if (
+            values := [
+                v for c in evidence.cells_of(series) for v in c.values("mem/trained_state_gb").values()
+            ]
+        )
+    }
+    if not held:
+        return ""
+    unit = scale_for(held.values())
+    parts = [
+        f"{unit.show(amount)} {unit.unit} in {series.label}"
+        for series, amount in sorted(held.items(), key=lambda item: item[1])
+    ]
+    return f"Weights, gradients and optimizer moments of the largest node take {join(parts)}."
+
+
+def throughput(analysis: Analysis) -> str:
+    """What synchronization costs in speed, for each series at its ends."""
+    evidence = analysis.evidence
+    parts = []
+    for series in evidence.series:
+        costs = [
+            (cell, 1 - share)
+            for cell in evidence.cells_of(series)
+            if (
+                share := _ratio_of_means(
+                    cell_mean(cell, "perf/tokens_per_s"), cell_mean(cell, "perf/tokens_per_s_compute")
+                )
+            )
+        ]
+        if not costs:
+            continue
+        (first, high), (last, low) = costs[0], costs[-1]
+        span = percent(high)
+        if first != last:
+            span += f" ({setting(evidence.x_path, first.x)}) to {percent(low)} ({setting(evidence.x_path, last.x)})"
+        parts.append(f"{span} in {series.label}")
+    lead = "Synchronization and data loading cost, of the speed of computing alone,"
+    return f"{lead} {'; '.join(parts)}." if parts else ""
+
+
+def _ratio_of_means(top: float | None, bottom: float | None) -> float | None:
+    return top / bottom if top is not None and bottom else None
+
+
+def result(analysis: Analysis) -> str:
+    """The reference's level and the range of the others, for a reader who skips the figure."""
+    evidence = analysis.evidence
+    level = (
+        cell_mean(evidence.cells_of(evidence.reference)[0], evidence.metric) if evidence.reference else None
+    )
+    if level is None or evidence.reference is None:
+        return ""
+    parts = []
+    for series in evidence.series:
+        values = [
+            v for cell in evidence.cells_of(series) if (v := cell_mean(cell, evidence.metric)) is not None
+        ]
+        if series != evidence.reference and values:
+            low, high = significant(min(values), 4), significant(max(values), 4)
+            parts.append(f"{series.label} {f'between {low} and {high}' if low != high else f'at {low}'}")
+    others = f"; {'; '.join(parts)}" if parts else ""
+    lead = f"{sentence(evidence.reference.label)} ends at a {metric_name(evidence.metric)} of {significant(level, 4)}"
+    return f"{lead}{others}."
+
+
+def setup(evidence: Evidence) -> str:
+    """What was trained on what, from the first finished trial's configuration."""
+    trial = next(iter(evidence.done), next((t for t in evidence.trials if t.config), None))
+    if trial is None:
+        return ""
+    config = trial.config
+    model, data, nodes = config.get("model") or {}, config.get("data") or {}, config.get("nodes")
+    parts = [
+        f"Every trial trains a Mixture-of-Experts decoder of {_shape(model)}",
+        f"on {integer(config.get('budget_tokens'))} tokens of *{data.get('corpus', 'unknown')}*"
+        f" ({integer(data.get('global_batch_sequences'))} sequences of {data.get('sequence_length')} tokens per step)",
+        f"over {count(int(nodes), 'node')}" if nodes else "",
+    ]
+    text = " ".join(part for part in parts if part) + "."
+    arms = join([f"*{arm}*" for arm in evidence.arms])
+    text += f" Arms: {arms}; {count(len(evidence.seeds), 'seed')}, the same for all arms, so that runs pair."
+    return text + _learned(evidence)
+
+
+def _shape(model: dict[str, Any]) -> str:
+    return (
+        f"{count(int(model.get('num_layers') or 0), 'layer')}, width {model.get('d_model')} and"
+        f" {model.get('num_experts')} experts per layer (top-{model.get('top_k')})"
+    )
+
+
+def _learned(evidence: Evidence) -> str:
+    """Whether every arm got below the unigram entropy."""
+    entropy = unigram_entropy(evidence)
+    if entropy is None or evidence.metric != "eval/loss":
+        return ""
+    above = [
+        row_label(evidence, cell)
+        for cell in evidence.cells
+        if any(value >= entropy for value in cell.values("eval/loss").values())
+    ]
+    baseline_words = f"the unigram entropy of the corpus ({loss(entropy)} nats per token)"
+    if above:
+        return f" These did not get below {baseline_words}, so they learned nothing of use: {join(above)}."
+    return f" Every finished trial ended below {baseline_words}."

@@ -1,0 +1,192 @@
+"""Figures of bytes: what a node sends and receives against x, and what a byte buys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib.figure
+import pandas as pd
+from matplotlib.axes import Axes
+
+from workbench.report import captions, ink
+from workbench.report.document import Figure, Layout
+from workbench.report.evidence import Evidence, Series
+from workbench.report.figures import Axis, axis_of, frame_x
+from workbench.report.findings import Analysis, cell_mean
+from workbench.report.printing import (
+    Scale,
+    axis_symbol,
+    axis_value,
+    metric_label,
+    metric_name,
+    scale_for,
+    setting,
+)
+
+
+def bytes_figure(analysis: Analysis) -> Figure | None:
+    """Uplink and downlink per node against x: measured as markers over the predicted line."""
+    evidence = analysis.evidence
+    rows = [
+        {
+            "arm": cell.series.label, "x": cell.x, "seed": trial.seed,
+            **{
+                f"{way}_{kind}gb": trial.metrics.get(f"comm/{way}_{kind}gb")
+                for way in ("uplink", "downlink") for kind in ("", "predicted_")
+            },
+        }
+        for cell in evidence.cells for trial in cell.done
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows)
+    if frame.empty or not (frame["uplink_gb"].fillna(0) > 0).any():
+        return None
+
+    def draw(layout: Layout) -> matplotlib.figure.Figure:
+        with ink.drawing("uplink"):
+            return _draw_bytes(evidence, layout)
+
+    against = f", against {axis_symbol(evidence.x_path)}" if evidence.x_path else ""
+    return Figure(
+        id="uplink",
+        title=f"Bytes that one node sends and receives in the whole run{against}",
+        caption=captions.uplink(evidence),
+        alt=captions.alt_by_x(evidence, "comm/uplink_gb", "Uplink in GB per node"),
+        data=frame,
+        draw=draw,
+    )
+
+
+def _draw_bytes(evidence: Evidence, layout: Layout) -> matplotlib.figure.Figure:
+    axis, styles = axis_of(evidence), ink.styles(evidence)
+    figure, grid = ink.new_figure(layout, 2.75, 1, 2, sharey=True)
+    unit = scale_for(
+        [t.metrics.get(f"comm/{way}_gb", 0.0) for t in evidence.done for way in ("uplink", "downlink")]
+    )
+    levels: list[float] = []
+    for axes, way in zip(grid[0], ("uplink", "downlink"), strict=True):
+        frame_x(axes, axis)
+        axes.set_yscale("log")
+        axes.set_title(f"{way.capitalize()} per node ({unit.unit})")
+        if layout.narrow and evidence.x_path:
+            axes.set_xlabel(axis_symbol(evidence.x_path))
+        for series in evidence.series:
+            levels += _draw_bytes_series(axes, axis, evidence, series, styles[series], way, unit)
+    if levels:
+        grid[0, 0].set_ylim(min(levels) / 1.4, max(levels) * 1.4)
+        ink.log_ticks(grid[0, 0].yaxis, min(levels) / 1.4, max(levels) * 1.4)
+    if evidence.x_values:
+        way = "downlink"
+        labels = []
+        for series in evidence.series:
+            cells = [c for c in evidence.cells_of(series) if cell_mean(c, f"comm/{way}_gb")]
+            if cells:
+                height = (cell_mean(cells[-1], f"comm/{way}_gb") or 0.0) * unit.factor
+                labels.append(ink.end_label(grid[0, 1], height, series.label, styles[series].colour))
+        ink.spread(figure, labels)
+    return figure
+
+
+def _draw_bytes_series(
+    axes: Axes, axis: Axis, evidence: Evidence, series: Series, style: ink.Style, way: str, unit: Scale
+) -> list[float]:
+    """Draw one series and return the heights used."""
+    heights: list[float] = []
+    line: list[tuple[float, float]] = []
+    for cell in evidence.cells_of(series):
+        place, measured = axis.position(cell), cell_mean(cell, f"comm/{way}_gb")
+        predicted = cell_mean(cell, f"comm/{way}_predicted_gb")
+        if place is None and measured:
+            axes.axhline(measured * unit.factor, color=style.colour, linewidth=1.2)
+            heights.append(measured * unit.factor)
+        elif place is not None:
+            if predicted:
+                line.append((place, predicted * unit.factor))
+            if measured:
+                axes.plot(place, measured * unit.factor, linestyle="none", **ink.marker_style(style, 6.5))
+                heights.append(measured * unit.factor)
+    if line:
+        form: dict[str, Any] = (
+            {"linewidth": 1.3} if axis.joined else {"linestyle": "none", "marker": "_", "ms": 16}
+        )
+        axes.plot(*zip(*line, strict=True), color=style.colour, zorder=1.5, **form)
+    return heights
+
+
+def pareto_figure(analysis: Analysis) -> Figure | None:
+    """The primary metric against uplink: what a byte buys."""
+    evidence = analysis.evidence
+    rows = [
+        {"arm": cell.series.label, "x": cell.x, "uplink_gb": sent, "mean": value, "n": len(cell.done)}
+        for cell in evidence.cells
+        if (sent := cell_mean(cell, "comm/uplink_gb"))
+        and (value := cell_mean(cell, evidence.metric)) is not None
+    ]
+    if len(rows) < 2:
+        return None
+
+    def draw(layout: Layout) -> matplotlib.figure.Figure:
+        with ink.drawing("pareto"):
+            return _draw_pareto(evidence, layout)
+
+    return Figure(
+        id="pareto",
+        title=f"{metric_name(evidence.metric).capitalize()} against bytes sent",
+        caption=captions.pareto(evidence),
+        alt=captions.alt_pareto(evidence),
+        data=pd.DataFrame(rows),
+        draw=draw,
+    )
+
+
+def _draw_pareto(evidence: Evidence, layout: Layout) -> matplotlib.figure.Figure:
+    styles = ink.styles(evidence)
+    figure, grid = ink.new_figure(layout, 3.0)
+    axes = grid[0, 0]
+    axes.set_xscale("log")
+    axes.grid(visible=True, axis="x")
+    unit = scale_for([t.metrics.get("comm/uplink_gb", 0.0) for t in evidence.done])
+    everything: list[tuple[float, float]] = []
+    for index, series in enumerate(evidence.series):
+        points = [
+            (sent * unit.factor, value, cell.x)
+            for cell in evidence.cells_of(series)
+            if (sent := cell_mean(cell, "comm/uplink_gb"))
+            and (value := cell_mean(cell, evidence.metric)) is not None
+        ]
+        if points:
+            _draw_pareto_series(axes, evidence, series, points, styles[series], below=index % 2 == 0)
+            everything += [p[:2] for p in points]
+    low, high = min(p[0] for p in everything) / 2, max(p[0] for p in everything) * 1.5
+    axes.set_xlim(low, high)
+    ink.log_ticks(axes.xaxis, low, high)
+    axes.margins(y=0.2)
+    ink.few_ticks(axes.yaxis, 5)
+    axes.set_xlabel(f"uplink per node ({unit.unit})")
+    axes.set_ylabel(metric_label(evidence.metric))
+    return figure
+
+
+def _draw_pareto_series(
+    axes: Axes,
+    evidence: Evidence,
+    series: Series,
+    points: list[tuple[float, float, Any]],
+    style: ink.Style,
+    *,
+    below: bool,
+) -> None:
+    """A series with x beside its points; the name stands with the point that sent most."""
+    x, y = zip(*[point[:2] for point in points], strict=True)
+    axes.plot(x, y, color=style.colour, zorder=1.4)
+    axes.plot(x, y, linestyle="none", zorder=2.5, **ink.marker_style(style, 6.5))
+    most = max(points, key=lambda point: point[0])
+    for point in points:
+        text = "" if point[2] is None else axis_value(point[2])
+        if point is most:
+            text = f"{series.label}, {setting(evidence.x_path, point[2])}" if text else series.label
+        axes.annotate(
+            text, point[:2], xytext=(-4, -4) if below else (4, 4), textcoords="offset points",
+            ha="right" if below else "left", va="top" if below else "bottom", color=style.colour,
+            fontsize=8.6 if point is most else 7.8, fontweight=700 if point is most else 400,
+            bbox={"facecolor": ink.PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.4}, zorder=1.6,
+        )  # fmt: skip

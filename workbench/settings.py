@@ -1,0 +1,123 @@
+"""The sections of a study file that decide no number: resources, metrics, report, launcher, hardware."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from spes_core.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What the trials of a study may use."""
+
+    parallel_trials: int = 1
+    """Trials that run at the same time."""
+    timeout: str = "2h"
+    """Longest duration of one trial: a number and s, min (or m), h or d."""
+    retries: int = 0
+    """How often a trial is started again after one of its processes was killed from outside."""
+
+    @property
+    def timeout_s(self) -> float:
+        """`timeout` in seconds."""
+        return parse_duration(self.timeout)
+
+    def problems(self) -> Iterator[Problem]:
+        """The rules that these settings break."""
+        if self.parallel_trials != 1:
+            message = f"({self.parallel_trials}) must be 1: trials run one after another"
+            yield Problem("resources.parallel_trials", message)
+        if self.retries < 0:
+            yield Problem("resources.retries", f"({self.retries}) must not be negative")
+        try:
+            if self.timeout_s <= 0:
+                yield Problem("resources.timeout", f"({self.timeout}) must be above 0")
+        except ValueError as error:
+            yield Problem("resources.timeout", str(error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrimaryMetric:
+    """The number that answers the question."""
+
+    name: str = "eval/loss"
+    """Its name in result.json."""
+    goal: Literal["minimize", "maximize"] = "minimize"
+    """Which direction is better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is read from the results."""
+
+    primary: PrimaryMetric = field(default_factory=PrimaryMetric)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings:
+    """How the report shows the results."""
+
+    x: str | None = None
+    """Path of the setting on the horizontal axis; null for one bar an arm."""
+    log_x: bool = False
+    """Whether that axis is logarithmic."""
+    tolerance: float = 0.02
+    """Relative distance from the reference within which the primary metric counts as equal."""
+    formats: tuple[Literal["html", "pdf", "csv", "latex"], ...] = ("html", "pdf", "csv", "latex")
+    """What is written."""
+
+    def problems(self) -> Iterator[Problem]:
+        """The rules that these settings break."""
+        if self.tolerance < 0:
+            yield Problem("report.tolerance", f"({self.tolerance:g}) must not be negative")
+        if "html" not in self.formats:
+            yield Problem("report.formats", f"({', '.join(self.formats)}) must contain html: the report itself")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """Where processes are started. It decides no number, so it is outside a trial's identity."""
+
+    kind: Literal["local"] = "local"
+    """"local": all on this machine."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where a node computes; "auto" takes a GPU when there is one."""
+    threads: int = 1
+    """Intra-operation threads of one process."""
+    port: int = 0
+    """Where the server listens; 0 takes a free port."""
+
+    def problems(self) -> Iterator[Problem]:
+        """The rules that these settings break."""
+        if self.threads < 1:
+            yield Problem("launcher.threads", f"({self.threads}) must be at least 1")
+        if not 0 <= self.port <= 65535:
+            yield Problem("launcher.port", f"({self.port}) must be between 0 and 65535")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The machine for which a plan predicts; it changes nothing that runs."""
+
+    memory_gb: float | None = None
+    """Device memory of one node, 1e9 bytes."""
+    link_gbit_per_s: float | None = None
+    """Speed of one node's uplink."""
+
+    def problems(self) -> Iterator[Problem]:
+        """The rules that these settings break."""
+        for name, value in vars(self).items():
+            if value is not None and value <= 0:
+                yield Problem(f"hardware.{name}", f"({value:g}) must be above 0")
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of "90s", "30min", "2h", "1d" or a plain number of seconds. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)?", text.strip())
+    if not match:
+        raise ValueError(f"({text}) must be a duration such as 90s, 30min or 2h")
+    return float(match[1]) * {None: 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[match[2]]

@@ -1,0 +1,232 @@
+"""A study as typed data: what its file says, read strictly, with every mistake and its place kept for one report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from spes_core.config import RunConfig, to_dict
+from spes_core.errors import ConfigError, Problem
+from spes_core.structure import build, nearest
+from workbench.compose import NAME, Composition, compose_study
+from workbench.settings import Hardware, Launcher, Metrics, ReportSettings, Resources
+from workbench.sweep import Sweep, SweepKeys, combine, read_axes
+from workbench.trees import Tree, covers, leaves, lookup, merge, without
+
+Role = Literal["treatment", "baseline", "reference"]
+T = TypeVar("T")
+_DOTTED = re.compile(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One method setting that a study compares."""
+
+    name: str
+    role: Role
+    settings: Tree
+    """RunConfig settings of this arm: shared ones, then its method's, then its own."""
+    sweep: Sweep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A question and the runs that answer it.
+
+    ``mistakes`` holds what is wrong so far; the settings concerned are left out. `trials.expand` adds the rules that
+    only whole runs can break, and raises StudyError with all.
+    """
+
+    name: str
+    question: str
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    equal: tuple[str, ...]
+    resources: Resources
+    metrics: Metrics
+    report: ReportSettings
+    launcher: Launcher
+    hardware: Hardware
+    composition: Composition
+    mistakes: tuple[str, ...] = ()
+
+    def locate(self, problem: Problem) -> str:
+        """One line for a problem whose path is a path of the study file."""
+        return f"{self.composition.place(problem.path)}: {problem}"
+
+    def locate_run(self, arm: Arm, axes: Mapping[str, Any], problem: Problem) -> str:
+        """One line for a problem of a resolved run, whose path is a RunConfig path: at the place that caused it.
+
+        Of the settings that a broken rule names, the one that was set last is blamed: by an override before by the
+        study file before by a config group.
+        """
+        named = [problem.path, *dict.fromkeys(filter(_is_leaf, _DOTTED.findall(problem.message)))]
+        writings = [self._writing(arm, axes, path) for path in named]
+        places = [writing[0] for writing in writings if writing is not None]
+        path = writings[0][1] if writings[0] else f"run.{problem.path}"
+        note = "" if places else f" (a default; arms.{arm.name} uses it)"
+        place = min(places, key=self._rank, default=self.composition.place(f"arms.{arm.name}"))
+        return f"{place}: {Problem(path, problem.message + note)}"
+
+    def _writing(self, arm: Arm, axes: Mapping[str, Any], path: str) -> tuple[str, str] | None:
+        """(place, path in the study) of the word that decided a setting of a run; None for a default."""
+        candidates = ["seeds"] if path == "seed" else []
+        if any(covers(axis, path) or covers(path, axis) for axis in axes):
+            sections = (f"arms.{arm.name}.sweep", "sweep")
+            candidates += [f"{section}.{kind}.{path}" for section in sections for kind in ("grid", "zip")]
+        candidates += [f"arms.{arm.name}.{path}", f"run.{path}"]
+        found = ((self.composition.written(candidate), candidate) for candidate in candidates)
+        return next(((place, candidate) for place, candidate in found if place is not None), None)
+
+    def _rank(self, place: str) -> int:
+        if place.startswith("override "):
+            return 0
+        return 1 if place.startswith(f"{self.composition.source.path}:") else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StudyKeys:
+    """The keys of a study file, for strict reading."""
+
+    schema: Literal[1]
+    name: str
+    question: str
+    arms: dict[str, Any]
+    run: RunConfig = field(default_factory=RunConfig)
+    sweep: SweepKeys = field(default_factory=SweepKeys)
+    seeds: tuple[int, ...] = (0,)
+    equal: tuple[str, ...] = ("model", "data", "optim", "budget_tokens")
+    resources: Resources = field(default_factory=Resources)
+    metrics: Metrics = field(default_factory=Metrics)
+    report: ReportSettings = field(default_factory=ReportSettings)
+    launcher: Launcher = field(default_factory=Launcher)
+    hardware: Hardware = field(default_factory=Hardware)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ArmKeys(RunConfig):
+    """The keys of one arm: every RunConfig setting, and two of its own."""
+
+    role: Role = "treatment"
+    sweep: SweepKeys = field(default_factory=SweepKeys)
+
+
+def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
+    """Compose and read the study at ``path``; see `Study.mistakes`. Raises StudyError when there is nothing to read."""
+    composition = compose_study(path, overrides)
+    problems: list[Problem] = []
+    keys, tree = _read_all(_StudyKeys, _plain_durations(composition.tree), "", problems)
+    shared_axes = read_axes(tree.get("sweep", {}), "sweep", problems)
+    arms = [
+        _read_arm(name, arm, tree.get("run", {}), shared_axes, problems)
+        for name, arm in (tree.get("arms") or {}).items()
+        if _is_arm(name, arm, problems)
+    ]
+    problems += _broken_rules(keys)
+    lines = [f"{composition.place(problem.path)}: {_with_home(problem)}" for problem in problems]
+    return Study(
+        name=keys.name,
+        question=keys.question,
+        arms=tuple(arms),
+        seeds=keys.seeds,
+        equal=tuple(path for path in keys.equal if is_setting(path)),
+        resources=keys.resources,
+        metrics=keys.metrics,
+        report=keys.report,
+        launcher=keys.launcher,
+        hardware=keys.hardware,
+        composition=composition,
+        mistakes=(*composition.mistakes, *lines),
+    )
+
+
+def is_setting(path: str) -> bool:
+    """Whether RunConfig has a setting, or a group of settings, at a path."""
+    missing = object()
+    return lookup(to_dict(RunConfig()), path, missing) is not missing
+
+
+def _is_leaf(path: str) -> bool:
+    return not isinstance(lookup(to_dict(RunConfig()), path, {}), dict)
+
+
+def _read_all(kind: type[T], tree: Tree, prefix: str, problems: list[Problem]) -> tuple[T, Tree]:
+    """The typed value and the tree without what is wrong in it; a missing text or mapping is read as empty."""
+    for _ in range(2):
+        try:
+            return build(kind, tree, prefix), tree
+        except ConfigError as error:
+            problems += error.problems
+            for problem in error.problems:
+                path = problem.path.removeprefix(prefix).lstrip(".").split("[")[0]
+                tree = without(tree, path)
+            if kind is _StudyKeys:
+                tree = merge({"schema": 1, "name": "unnamed", "question": "", "arms": {}}, tree)
+    raise AssertionError("a tree without its mistakes is readable")
+
+
+def _with_home(problem: Problem) -> Problem:
+    """The problem; for a setting of a run that stands outside run, with the place where it belongs."""
+    unknown = problem.message.startswith("is not a setting")
+    if unknown and is_setting(problem.path):
+        return Problem(problem.path, f"is not a setting of a study; write it as run.{problem.path}")
+    return problem
+
+
+def _is_arm(name: str, arm: Any, problems: list[Problem]) -> bool:
+    if not NAME.fullmatch(name):
+        problems.append(Problem(f"arms.{name}", _NAME_RULE))
+    elif not isinstance(arm, Mapping):
+        problems.append(Problem(f"arms.{name}", f"({arm}) must be a mapping such as {{method: spes}}"))
+    else:
+        return True
+    return False
+
+
+def _read_arm(name: str, tree: Tree, shared: Tree, shared_axes: Tree, problems: list[Problem]) -> Arm:
+    keys, tree = _read_all(_ArmKeys, tree, f"arms.{name}", problems)
+    own_axes = read_axes(tree.get("sweep", {}), f"arms.{name}.sweep", problems)
+    settings = merge(shared, {key: value for key, value in tree.items() if key not in ("role", "sweep")})
+    sweep = combine(shared_axes, own_axes, f"arms.{name}.sweep" if own_axes else "sweep", problems)
+    return Arm(name=name, role=keys.role, settings=settings, sweep=sweep)
+
+
+def _plain_durations(tree: Tree) -> Tree:
+    """The tree with a timeout that is given as a number of seconds turned into text."""
+    timeout = lookup(tree, "resources.timeout")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        return tree
+    return merge(tree, {"resources": {"timeout": f"{timeout}s"}})
+
+
+_NAME_RULE = "must be made of letters, digits, _, - and +: it names a folder"
+
+
+def _broken_rules(keys: _StudyKeys) -> Iterator[Problem]:
+    """Rules beyond the type of each setting that concern no single run."""
+    if not NAME.fullmatch(keys.name):
+        yield Problem("name", f"({keys.name}) {_NAME_RULE}")
+    if not keys.arms:
+        yield Problem("arms", "must name at least one arm, such as spes: {method: spes}")
+    if not keys.seeds:
+        yield Problem("seeds", "must hold at least one seed")
+    if len(set(keys.seeds)) < len(keys.seeds):
+        yield Problem("seeds", f"({list(keys.seeds)}) must differ from each other")
+    for index, path in enumerate(keys.equal):
+        if not is_setting(path):
+            yield Problem(f"equal[{index}]", f"({path}) is not a setting of a run{_near(path)}")
+    if keys.report.x is not None and not is_setting(keys.report.x):
+        yield Problem("report.x", f"({keys.report.x}) is not a setting of a run{_near(keys.report.x)}")
+    yield from keys.resources.problems()
+    yield from keys.report.problems()
+    yield from keys.launcher.problems()
+    yield from keys.hardware.problems()
+
+
+def _near(path: str) -> str:
+    settings = [setting for setting, _ in leaves(to_dict(RunConfig()))]
+    hint = nearest(path, [*settings, *{setting.split(".")[0] for setting in settings}])
+    return hint if "did you mean" in hint else "; write its path as under run, such as merge.alpha"

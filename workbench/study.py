@@ -1,0 +1,171 @@
+"""`python -m workbench.study STUDY.yaml`: read a study, expand it, run what is not done, report.
+
+Everything that can be wrong is found before the first file is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spes_core.errors import DataError, Problem, SpesError
+from workbench.errors import StudyError
+
+if TYPE_CHECKING:
+    from workbench.corpora import PreparedCorpus
+    from workbench.spec import Study
+    from workbench.trials import Corpus, Variant
+
+DONE, SOME_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes."""
+
+_EPILOG = """\
+overrides, in Hydra's grammar (quote brackets for the shell):
+  run.nodes=2                                set a setting of every arm; any RunConfig path works under run
+  arms.spes.merge.alpha=0.2                  set it for one arm
+  model=small                                choose another config of a group (workbench/conf)
+  'seeds=[0,1,2]'                            seeds
+  'sweep.grid.sync.interval_steps=[5,10]'    the values of an axis, new or old
+  ~sweep.grid.sync.interval_steps            take an axis out
+  ~arms.dilico  +arms.outer.method=diloco    take an arm out; add one
+
+exit codes:
+  0    every trial is done
+  1    some trials failed; the report is still written
+  2    the input is wrong; nothing was created
+  130  interrupted
+
+The same command again continues: trials that are done are skipped, failed ones stay failed until --retry-failed.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return DONE
+    options = parser.parse_intermixed_args(arguments)
+    command = shlex.join(["python", "-m", "workbench.study", *arguments])
+    try:
+        return run_study(options, command)
+    except StudyError as error:
+        for mistake in error.mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        return BAD_INPUT
+    except SpesError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return SOME_FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def run_study(options: argparse.Namespace, command: str) -> int:
+    """Plan the study, and run it unless only the plan was asked for; returns the exit code."""
+    from workbench.spec import read_study
+    from workbench.trials import expand
+
+    study = read_study(options.study, options.overrides)
+    variants = expand(study)
+    results, report = Path(options.results) / study.name, Path(options.reports) / study.name
+    _require_writable(results, "--results")
+    _require_writable(report, "--reports")
+    if options.dry_run:
+        from workbench.dryrun import show_plan
+
+        show_plan(study, variants, results, find_corpora(study, variants))
+        return DONE
+    _require_free_port(study)
+    from workbench.campaign import Campaign
+
+    corpora = prepare_corpora(study, variants)
+    campaign = Campaign(study, variants, corpora, results, report, command)
+    return {"done": DONE, "some failed": SOME_FAILED, "interrupted": INTERRUPTED}[
+        campaign.run(retry_failed=options.retry_failed)
+    ]
+
+
+def find_corpora(study: Study, variants: Sequence[Variant]) -> dict[Corpus, PreparedCorpus]:
+    """The corpora of the study that the cache has. Raises StudyError when one cannot be read or is too small."""
+    from workbench.corpora import corpus_mistake, find_corpus, require_enough
+    from workbench.trials import Corpus
+
+    found = {}
+    for corpus in dict.fromkeys(Corpus.of(variant.config.data) for variant in variants):
+        try:
+            prepared = find_corpus(corpus)
+        except DataError as error:
+            raise corpus_mistake(study, variants, corpus, error) from error
+        if prepared is not None:
+            found[corpus] = prepared
+    ready = [variant for variant in variants if Corpus.of(variant.config.data) in found]
+    require_enough(study, ready, found)
+    return found
+
+
+def prepare_corpora(study: Study, variants: Sequence[Variant]) -> dict[Corpus, PreparedCorpus]:
+    """All corpora of the study, those missing prepared now. Raises StudyError when one is unusable or too small."""
+    from workbench.corpora import corpus_mistake, prepare_corpus, require_enough
+    from workbench.trials import Corpus
+
+    corpora = find_corpora(study, variants)
+    for corpus in dict.fromkeys(Corpus.of(variant.config.data) for variant in variants):
+        if corpus not in corpora:
+            print(f"preparing the corpus {corpus.path} (once; it is kept in the cache)", flush=True)
+            try:
+                corpora[corpus] = prepare_corpus(corpus)
+            except DataError as error:
+                raise corpus_mistake(study, variants, corpus, error) from error
+    require_enough(study, variants, corpora)
+    return corpora
+
+
+def _require_free_port(study: Study) -> None:
+    """A port that the study names must be free now; a taken one would fail every trial."""
+    port = study.launcher.port
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            message = f"({port}) cannot be listened on: {error.strerror}; name another, or 0 for a free one"
+            raise StudyError([study.locate(Problem("launcher.port", message))]) from error
+
+
+def _require_writable(folder: Path, option: str) -> None:
+    """The folder, or the nearest one above it that exists, must take new files."""
+    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        reason = "cannot be written to" if nearest.is_dir() else "is a file"
+        raise StudyError([f"{option}: {nearest} {reason}; name another folder with {option} DIR"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m workbench.study",
+        description="Run the study in a YAML file: plan its trials, run those that are not done, write the report.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("study", type=Path, help="the study file, such as studies/sync_interval.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the study, see below")
+    parser.add_argument("--dry-run", action="store_true", help="list the trials and what they cost; create nothing")
+    parser.add_argument("--retry-failed", action="store_true", help="run failed trials again")
+    parser.add_argument("--results", default="results", metavar="DIR", help="where results go (default: %(default)s)")
+    parser.add_argument("--reports", default="reports", metavar="DIR", help="where reports go (default: %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

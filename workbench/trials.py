@@ -1,0 +1,170 @@
+"""From a study to its trials: arms × axes × seeds, each a complete RunConfig with an identity.
+
+`expand` knows no data; `identify` adds it. The identity of a trial is a digest of what decides its numbers: the
+resolved configuration and the tokens. Names, paths, hosts and devices are outside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spes_core.config import DataConfig, RunConfig, digest, from_dict, inapplicable
+from spes_core.errors import ConfigError, Problem
+from workbench.equality import differences
+from workbench.errors import StudyError
+from workbench.spec import Arm, Study
+from workbench.sweep import at, axis_label, value_text
+from workbench.trees import Tree, covers, merge
+
+_LONGEST_NAME = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A trial before its data are known."""
+
+    arm: Arm
+    axes: dict[str, Any]
+    """Value by RunConfig path, of the axes that this run reads."""
+    seed: int
+    config: RunConfig
+
+    @property
+    def label(self) -> str:
+        """Arm, axes and seed as a name: "spes-interval_steps=50-seed=0"."""
+        labels = [f"{axis_label(path, tuple(self.axes))}={value_text(value)}" for path, value in self.axes.items()]
+        name = "-".join([self.arm.name, *labels, f"seed={self.seed}"])
+        return re.sub(r"[^A-Za-z0-9._=+,-]+", "_", name)[:_LONGEST_NAME]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One fully resolved run of a study."""
+
+    id: str
+    """16 hex digits; see `identity`."""
+    name: str
+    """Arm, axes, seed and the first 8 digits of the id: also the name of its folder."""
+    study: str
+    arm: str
+    role: str
+    axes: dict[str, Any]
+    seed: int
+    config: RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The settings that decide how a corpus is prepared."""
+
+    path: str
+    tokenizer_vocab_size: int
+    validation_fraction: float
+
+    @classmethod
+    def of(cls, data: DataConfig) -> Corpus:
+        """The corpus that a run reads."""
+        return cls(
+            path=data.corpus,
+            tokenizer_vocab_size=data.tokenizer_vocab_size,
+            validation_fraction=data.validation_fraction,
+        )
+
+
+def expand(study: Study) -> list[Variant]:
+    """All trials of a study in order, each once.
+
+    Raises StudyError with every mistake of the study, its runs and their comparison.
+    """
+    variants: list[Variant] = []
+    mistakes = list(study.mistakes)
+    for arm in study.arms:
+        points = arm.sweep.points()
+        if not points:
+            where = f"arms.{arm.name}"
+            mistakes.append(study.locate(Problem(where, "has no point left: sweep.exclude leaves out all of its axes")))
+        for axes in points:
+            for seed in study.seeds:
+                variant, problems = _resolve(arm, axes, seed)
+                if variant is not None:
+                    variants.append(variant)
+                mistakes += [study.locate_run(arm, axes, problem) for problem in problems]
+    if not mistakes:
+        mistakes = [*_repeated_arms(study, variants), *differences(study, variants)]
+    if mistakes:
+        raise StudyError(mistakes)
+    return _distinct(variants)
+
+
+def identify(study: Study, variants: Sequence[Variant], data_digest: Callable[[Corpus], str]) -> list[Trial]:
+    """The variants as trials, on data with the given digests."""
+    trials = []
+    for variant in variants:
+        id = identity(variant.config, data_digest(Corpus.of(variant.config.data)))
+        trial = Trial(
+            id=id,
+            name=f"{variant.label}-{id[:8]}",
+            study=study.name,
+            arm=variant.arm.name,
+            role=variant.arm.role,
+            axes=dict(variant.axes),
+            seed=variant.seed,
+            config=variant.config,
+        )
+        trials.append(trial)
+    return trials
+
+
+def config_digest(config: RunConfig) -> str:
+    """SHA-256 (hex) of all that decides a run's numbers except its tokens: where the corpus lies is left out."""
+    return digest(replace(config, data=replace(config.data, corpus="")))
+
+
+def identity(config: RunConfig, data_digest: str) -> str:
+    """The id of a run on data with a digest: the first 16 hex digits of SHA-256 over both digests."""
+    return hashlib.sha256(f"{config_digest(config)} {data_digest}".encode()).hexdigest()[:16]
+
+
+def _resolve(arm: Arm, axes: Mapping[str, Any], seed: int) -> tuple[Variant | None, Sequence[Problem]]:
+    """One run, without the axes that it does not read; or why it cannot run."""
+    try:
+        config = from_dict(_settings(arm, axes, seed))
+        unread = inapplicable(config)
+        read = {path: value for path, value in axes.items() if not any(covers(outer, path) for outer in unread)}
+        config = from_dict(_settings(arm, read, seed))
+    except ConfigError as error:
+        return None, error.problems
+    return Variant(arm=arm, axes=read, seed=seed, config=config), ()
+
+
+def _settings(arm: Arm, axes: Mapping[str, Any], seed: int) -> Tree:
+    return merge(merge(arm.settings, at(dict(axes))), {"seed": seed})
+
+
+def _key(variant: Variant) -> str:
+    return digest(variant.config)
+
+
+def _distinct(variants: Sequence[Variant]) -> list[Variant]:
+    """The variants without repeats; of equal ones the first stays."""
+    first: dict[str, Variant] = {}
+    for variant in variants:
+        first.setdefault(_key(variant), variant)
+    return list(first.values())
+
+
+def _repeated_arms(study: Study, variants: Sequence[Variant]) -> list[str]:
+    """Arms of which every run is already in an earlier arm: a comparison with itself is a mistake."""
+    seen: set[str] = set()
+    mistakes = []
+    for arm in study.arms:
+        keys = {_key(variant) for variant in variants if variant.arm is arm}
+        if keys and keys <= seen:
+            message = "resolves to runs that earlier arms already hold; change what it sets, or remove it"
+            mistakes.append(study.locate(Problem(f"arms.{arm.name}", message)))
+        seen |= keys
+    return mistakes
