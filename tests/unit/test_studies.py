@@ -1,0 +1,75 @@
+"""The studies that ship: each plans, says its cost, and is explained in studies/README.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from workbench.groups import group_names, group_options
+from workbench.plan import merge_warning, predict
+from workbench.spec import read_study
+from workbench.trials import expand
+
+STUDIES = Path(__file__).resolve().parents[2] / "studies"
+FILES = sorted(STUDIES.glob("*.yaml"))
+
+
+def test_studies_ship() -> None:
+    assert {"quickstart", "sync_interval"} <= {path.stem for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_shipped_study_plans(path: Path) -> None:
+    study = read_study(path)
+    variants = expand(study)
+    assert study.name == path.stem
+    assert study.question.endswith("?")
+    assert all(predict(variant.config).steps >= 1 for variant in variants)
+    assert merge_warning(variants) is None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_shipped_study_says_what_it_costs(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    trials = len(expand(read_study(path)))
+    assert first.startswith(f"# Cost: {trials} trials")
+    assert f"({path.name})" in (STUDIES / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [f"{group}={name}" for group in group_names() if group != "method" for name in group_options(group)],
+)
+def test_every_shipped_group_composes(choice: str) -> None:
+    assert expand(read_study(STUDIES / "quickstart.yaml", [choice]))
+
+
+def test_every_method_plans() -> None:
+    overrides = [f"arms.{method}.method={method}" for method in group_options("method")]
+    variants = expand(read_study(STUDIES / "quickstart.yaml", overrides))
+    by_method = {variant.config.method: variant.config for variant in variants}
+    assert by_method.keys() == {"spes", "dilico", "diloco", "centralized", "local"}
+    assert {method: config.sync.exchange for method, config in by_method.items()} == {
+        "spes": "rounds",
+        "dilico": "rounds",
+        "diloco": "rounds",
+        "centralized": "gradients",
+        "local": "none",
+    }
+    assert by_method["spes"].partition.kind == "sparse"
+    assert {config.partition.kind for method, config in by_method.items() if method != "spes"} == {"full"}
+    assert by_method["diloco"].outer.kind == "nesterov"
+
+
+def test_example_in_the_readme_plans(tmp_path: Path) -> None:
+    example = re.search(r"```yaml\n(.*?)```", (STUDIES / "README.md").read_text(), re.DOTALL)
+    assert example is not None
+    path = tmp_path / "example.yaml"
+    path.write_text(example[1])
+    assert [variant.label for variant in expand(read_study(path, ["seeds=[0]"]))] == [
+        "centralized-seed=0",
+        "spes-interval_steps=10-seed=0",
+        "spes-interval_steps=100-seed=0",
+    ]
