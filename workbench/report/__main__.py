@@ -16,9 +16,7 @@ from workbench.report.render import render
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Render the report of one study folder and print where it is."""
-    parser = argparse.ArgumentParser(
-        prog="python -m workbench.report", description="Render the report of a study."
-    )
+    parser = argparse.ArgumentParser(prog="python -m workbench.report", description="Render the report of a study.")
     parser.add_argument("study_dir", type=Path, help="folder of the study: results/<study>")
     parser.add_argument("--out", type=Path, help="folder of the report (default: reports/<study>)")
     given = parser.parse_args(arguments)

@@ -62,11 +62,7 @@ def uplink(evidence: Evidence) -> str:
         "Markers: counted at the transport, payload and framing, mean over nodes and seeds; lines: predicted from the"
         " model's shape and the partition."
     )
-    level = [
-        s.label
-        for s in evidence.series
-        if any(c.x is None for c in evidence.cells_of(s)) and evidence.x_values
-    ]
+    level = [s.label for s in evidence.series if any(c.x is None for c in evidence.cells_of(s)) and evidence.x_values]
     if level:
         text += (
             f" Level line: {join(level)}, which exchanges gradients at every step (bytes by the formula of the ring"
@@ -124,8 +120,7 @@ def alt_by_x(evidence: Evidence, metric: str, what: str) -> str:
     for series in evidence.series:
         cells = [(cell, cell_mean(cell, metric)) for cell in evidence.cells_of(series)]
         points = [
-            f"{significant(value, 4)}"
-            + (f" at {setting(evidence.x_path, cell.x)}" if cell.x is not None else "")
+            f"{significant(value, 4)}" + (f" at {setting(evidence.x_path, cell.x)}" if cell.x is not None else "")
             for cell, value in cells
             if value is not None
         ]
@@ -140,8 +135,7 @@ def alt_pareto(evidence: Evidence) -> str:
         points = [
             f"{significant(value, 4)} for {significant(sent)} GB"
             for cell in evidence.cells_of(series)
-            if (value := cell_mean(cell, evidence.metric)) is not None
-            and (sent := cell_mean(cell, "comm/uplink_gb"))
+            if (value := cell_mean(cell, evidence.metric)) is not None and (sent := cell_mean(cell, "comm/uplink_gb"))
         ]
         if points:
             lines.append(f"{series.label}: {', '.join(points)}")
@@ -153,8 +147,6 @@ def alt_curves(evidence: Evidence) -> str:
     ends = [
         f"{series.label} {significant(min(values), 4)} to {significant(max(values), 4)}"
         for series in evidence.series
-        if (
-            values := [v for cell in evidence.cells_of(series) for v in cell.values(evidence.metric).values()]
-        )
+        if (values := [v for cell in evidence.cells_of(series) for v in cell.values(evidence.metric).values()])
     ]
     return f"Learning curves of {count(len(evidence.done), 'trial')}. Final losses: {'; '.join(ends)}."

@@ -37,10 +37,7 @@ def budget_table(evidence: Evidence) -> Table | None:
         (path, _by_arm(trials, lambda trial, path=path: _describe(_lookup(trial.config, path))))
         for path in evidence.study.get("equal") or []
     ]
-    rows = [
-        {"quantity": name, "value": _side_by_side(by_arm), "equal": _same(by_arm)}
-        for name, by_arm in quantities
-    ]
+    rows = [{"quantity": name, "value": _side_by_side(by_arm), "equal": _same(by_arm)} for name, by_arm in quantities]
     return Table(
         id="budget",
         title="Matched budget",
@@ -68,10 +65,7 @@ def _by_arm(trials: Iterable[Trial], read: Any) -> dict[str, str]:
     seen: dict[str, dict[str, None]] = {}
     for trial in trials:
         seen.setdefault(trial.arm, {})[str(read(trial))] = None
-    return {
-        arm: ", ".join(key for key in values if key != DASH or len(values) == 1)
-        for arm, values in seen.items()
-    }
+    return {arm: ", ".join(key for key in values if key != DASH or len(values) == 1) for arm, values in seen.items()}
 
 
 def _same(by_arm: Mapping[str, str]) -> str:
@@ -98,9 +92,7 @@ def _lookup(config: Mapping[str, Any], path: str) -> Any:
 def _describe(value: Any) -> str:
     if not isinstance(value, Mapping):
         return DASH if value is None else (integer(value) if isinstance(value, int) else axis_value(value))
-    leaves = [
-        f"{key} {axis_value(item)}" for key, item in value.items() if not isinstance(item, Mapping | list)
-    ]
+    leaves = [f"{key} {axis_value(item)}" for key, item in value.items() if not isinstance(item, Mapping | list)]
     whole = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:6]
     more = ", …" if len(leaves) > _SHOWN_LEAVES else ""
     return f"{', '.join(leaves[:_SHOWN_LEAVES])}{more} (digest {whole})"
@@ -147,18 +139,14 @@ def prediction_bytes_table(evidence: Evidence) -> Table | None:
     if not rows:
         return None
     agree = all(row["uplink_difference"] == 0 and row["downlink_difference"] == 0 for row in rows)
-    verdict = (
-        "They agree to the byte." if agree else "Where the difference is not 0, one of the two is wrong."
-    )
+    verdict = "They agree to the byte." if agree else "Where the difference is not 0, one of the two is wrong."
     return Table(
         id="predicted_bytes",
         title="Payload bytes, counted and predicted",
         caption=f"Per node and whole run, mean over nodes and seeds, without framing. {verdict} Framing: its share of"
         " all bytes on the wire.",
         frame=pd.DataFrame(rows).assign(
-            differs=lambda f: (
-                (f["uplink_difference"].fillna(0) != 0) | (f["downlink_difference"].fillna(0) != 0)
-            )
+            differs=lambda f: (f["uplink_difference"].fillna(0) != 0) | (f["downlink_difference"].fillna(0) != 0)
         ),
         columns=(
             *arm_columns(evidence),
@@ -190,9 +178,7 @@ def _bytes_row(cell: Cell) -> dict[str, Any]:
 
 def _payload_bytes(trial: Trial, way: str) -> float:
     """Payload of one node over all rounds, mean over nodes; an absent node (null) sent nothing."""
-    return math.fsum(
-        mean([count or 0 for count in row[f"{way}_payload_bytes"]]) for row in trial.part("rounds")
-    )
+    return math.fsum(mean([count or 0 for count in row[f"{way}_payload_bytes"]]) for row in trial.part("rounds"))
 
 
 def prediction_memory_table(evidence: Evidence) -> Table | None:

@@ -34,9 +34,7 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
         *_warnings(evidence),
         figures.loss_figure(analysis),
         _sentence(observations.setup(evidence)),
-        Command(text=str(evidence.study.get("command", "")), label="Reproduce with")
-        if _command(evidence)
-        else None,
+        Command(text=str(evidence.study.get("command", "")), label="Reproduce with") if _command(evidence) else None,
     ]
     sections = [
         _section(
@@ -69,15 +67,9 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
             resources.throughput_figure(analysis),
         ),
         _section("load", "Expert load", load.load_figure(analysis)),
-        _section(
-            "comparability", "Comparability", checks.budget_table(evidence), checks.settings_table(evidence)
-        ),
-        _section(
-            "trials", "Trials", tables.missing_table(evidence), tables.trials_table(evidence, report_dir)
-        ),
-        _section(
-            "provenance", "Provenance", sources.provenance_table(evidence), sources.sources_table(evidence)
-        ),
+        _section("comparability", "Comparability", checks.budget_table(evidence), checks.settings_table(evidence)),
+        _section("trials", "Trials", tables.missing_table(evidence), tables.trials_table(evidence, report_dir)),
+        _section("provenance", "Provenance", sources.provenance_table(evidence), sources.sources_table(evidence)),
     ]
     return Document(
         name=str(evidence.study.get("name") or evidence.folder.name),
@@ -109,9 +101,7 @@ def _byline(evidence: Evidence) -> str:
     parts = [
         f"{len(evidence.done)} of {count(len(evidence.trials), 'trial')} finished",
         count(len(evidence.seeds), "seed"),
-        f"started {str(evidence.study.get('created_at', ''))[:10]}"
-        if evidence.study.get("created_at")
-        else "",
+        f"started {str(evidence.study.get('created_at', ''))[:10]}" if evidence.study.get("created_at") else "",
         f"commit {commit}{' with uncommitted changes' if found.get('dirty') else ''}" if commit else "",
     ]
     return " · ".join(part for part in parts if part)
@@ -121,10 +111,7 @@ def _warnings(evidence: Evidence) -> Iterable[Note]:
     """What the reader must know before believing a number."""
     unfinished = [trial for trial in evidence.trials if not trial.done]
     if unfinished and evidence.done:
-        kinds = [
-            f"{sum(t.status == s for t in unfinished)} {s}"
-            for s in dict.fromkeys(t.status for t in unfinished)
-        ]
+        kinds = [f"{sum(t.status == s for t in unfinished)} {s}" for s in dict.fromkeys(t.status for t in unfinished)]
         yield Note(
             text=f"{count(len(unfinished), 'trial')} of {len(evidence.trials)} gave no result ({join(kinds)}); the"
             " reasons are listed under *Trials*, and no mean contains them."

@@ -102,17 +102,13 @@ def _clocks(evidence: Evidence, frame: pd.DataFrame) -> tuple[Clock, ...]:
     seconds = float(frame["elapsed_s"].max())
     minutes = seconds >= 300
     return (
-        Clock(
-            column="tokens", label=f"tokens{' (million)' if million else ''}", factor=1e-6 if million else 1.0
-        ),
+        Clock(column="tokens", label=f"tokens{' (million)' if million else ''}", factor=1e-6 if million else 1.0),
         Clock(
             column="elapsed_s",
             label=f"wall-clock ({'min' if minutes else 's'})",
             factor=1 / 60 if minutes else 1.0,
         ),
-        Clock(
-            column="uplink_bytes", label=f"sent per node ({unit.unit})", factor=unit.factor / 1e9, log=True
-        ),
+        Clock(column="uplink_bytes", label=f"sent per node ({unit.unit})", factor=unit.factor / 1e9, log=True),
     )
 
 
@@ -163,9 +159,7 @@ def _draw_panel(axes: Axes, evidence: Evidence, frame: pd.DataFrame, clock: Cloc
     _limits(axes, clock, bottoms, tops, reach)
 
 
-def _limits(
-    axes: Axes, clock: Clock, bottoms: Sequence[float], tops: Sequence[float], reach: Sequence[float]
-) -> None:
+def _limits(axes: Axes, clock: Clock, bottoms: Sequence[float], tops: Sequence[float], reach: Sequence[float]) -> None:
     if not reach:
         return
     room = 0.06 * (max(tops) - min(bottoms) or 1.0)

@@ -150,9 +150,7 @@ class Evidence:
         order = {series: index for index, series in enumerate(dict.fromkeys(s for s, _ in grouped))}
         arms = {arm: index for index, arm in enumerate(self.arms)}
         keys = sorted(grouped, key=lambda key: (arms[key[0].arm], order[key[0]], sort_key(key[1])))
-        return [
-            Cell(series=s, x=x, trials=tuple(sorted(grouped[s, x], key=lambda t: t.seed))) for s, x in keys
-        ]
+        return [Cell(series=s, x=x, trials=tuple(sorted(grouped[s, x], key=lambda t: t.seed))) for s, x in keys]
 
     @cached_property
     def series(self) -> list[Series]:
@@ -206,9 +204,7 @@ def read(study_dir: Path) -> Evidence:
     try:
         study = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(
-            [Problem(str(path), "does not exist; give the folder of a study, results/<study>")]
-        ) from None
+        raise ConfigError([Problem(str(path), "does not exist; give the folder of a study, results/<study>")]) from None
     except (OSError, ValueError) as error:
         raise ConfigError([Problem(str(path), f"cannot be read: {error}")]) from error
     if not isinstance(study, dict):
@@ -220,9 +216,7 @@ def read(study_dir: Path) -> Evidence:
 
 def _read_trial(study_dir: Path, entry: Mapping[str, Any], methods: Mapping[str, str]) -> Trial:
     name, arm = str(entry["name"]), str(entry["arm"])
-    result, status, reason = _read_result(
-        study_dir / "trials" / name / "result.json", str(entry.get("id", ""))
-    )
+    result, status, reason = _read_result(study_dir / "trials" / name / "result.json", str(entry.get("id", "")))
     error = result.get("error") or {}
     return Trial(
         id=str(entry.get("id", "")),

@@ -164,9 +164,7 @@ def _draw_levels(analysis: Analysis, axes: Axes, axis: Axis, layout: Layout) -> 
                 continue
             interval = t_interval(values)
             if interval.low is not None and interval.high is not None:
-                axes.axhspan(
-                    interval.low, interval.high, color=styles[series].colour, alpha=0.13, linewidth=0
-                )
+                axes.axhspan(interval.low, interval.high, color=styles[series].colour, alpha=0.13, linewidth=0)
             axes.axhline(interval.mean, color=styles[series].colour, linewidth=1.2)
             labels.append(ink.end_label(axes, interval.mean, series.label, styles[series].colour))
             if is_reference:
@@ -197,23 +195,17 @@ def _draw_series(
         means.append(interval.mean)
         if interval.low is not None and interval.high is not None:
             bar, dots = _shifted(axes, dodge_pt), _shifted(axes, dodge_pt + 5)
-            axes.plot(
-                [place] * 2, [interval.low, interval.high], color=style.colour, linewidth=1.1, transform=bar
-            )
+            axes.plot([place] * 2, [interval.low, interval.high], color=style.colour, linewidth=1.1, transform=bar)
             axes.plot(
                 [place] * len(values), values, linestyle="none", marker="o", markersize=2.8, color=style.colour,
                 alpha=0.55, markeredgewidth=0, transform=dots,
             )  # fmt: skip
     join, shift = "-" if axis.joined else "none", _shifted(axes, dodge_pt)
-    axes.plot(
-        places, means, color=style.colour, linestyle=join, transform=shift, **ink.marker_style(style, 6.5)
-    )
+    axes.plot(places, means, color=style.colour, linestyle=join, transform=shift, **ink.marker_style(style, 6.5))
     return means[-1] if means else None
 
 
-def _draw_spot(
-    analysis: Analysis, axes: Axes, axis: Axis, series: Series, style: ink.Style, dodge_pt: float
-) -> None:
+def _draw_spot(analysis: Analysis, axes: Axes, axis: Axis, series: Series, style: ink.Style, dodge_pt: float) -> None:
     """A ring around the sweet spot and a fine line down to its x."""
     spot = analysis.spots.get(series)
     cells = analysis.evidence.cells_of(series)
@@ -236,8 +228,4 @@ def _spot_words(analysis: Analysis, series: Series) -> str:
     if series not in analysis.spots:
         return ""
     spot = analysis.spots[series]
-    return (
-        "sweet spot not identified"
-        if spot is None
-        else f"sweet spot {setting(analysis.evidence.x_path, spot.x)}"
-    )
+    return "sweet spot not identified" if spot is None else f"sweet spot {setting(analysis.evidence.x_path, spot.x)}"

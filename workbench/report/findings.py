@@ -82,9 +82,7 @@ def sweet_spots(evidence: Evidence, comparisons: Sequence[Comparison]) -> dict[S
         points = [
             (float(c.cell.x), c.interval)
             for c in comparisons
-            if c.cell.series == series
-            and isinstance(c.cell.x, int | float)
-            and not isinstance(c.cell.x, bool)
+            if c.cell.series == series and isinstance(c.cell.x, int | float) and not isinstance(c.cell.x, bool)
         ]
         if len(points) >= 2:
             spots[series] = sweet_spot(points, evidence.tolerance)
@@ -129,9 +127,7 @@ def baseline(evidence: Evidence) -> Series | None:
 def same_x(evidence: Evidence, series: Series, x: object) -> Cell | None:
     """The cell of ``series`` at ``x``, or its only one where x does not apply to it."""
     cells = evidence.cells_of(series)
-    return next(
-        (cell for cell in cells if cell.x == x), cells[0] if len(cells) == 1 and cells[0].x is None else None
-    )
+    return next((cell for cell in cells if cell.x == x), cells[0] if len(cells) == 1 and cells[0].x is None else None)
 
 
 def ratio(ours: Cell, theirs: Cell | None, metric: str) -> float | None:
@@ -152,9 +148,7 @@ class Analysis:
 def analyse(evidence: Evidence) -> Analysis:
     """Everything that sentences, tables and figures share."""
     comparisons = compare(evidence)
-    return Analysis(
-        evidence=evidence, comparisons=tuple(comparisons), spots=sweet_spots(evidence, comparisons)
-    )
+    return Analysis(evidence=evidence, comparisons=tuple(comparisons), spots=sweet_spots(evidence, comparisons))
 
 
 def row_label(evidence: Evidence, cell: Cell) -> str:

@@ -143,9 +143,7 @@ _SETTINGS = {
     }  # fmt: skip
 
 
-def new_figure(
-    layout: Layout, height_in: float, rows: int = 1, columns: int = 1, **grid: Any
-) -> tuple[Figure, Any]:
+def new_figure(layout: Layout, height_in: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, Any]:
     """A figure of the layout's width with its axes in a 2-d array."""
     figure = Figure(figsize=(layout.width_in, height_in))
     return figure, figure.subplots(rows, columns, squeeze=False, **grid)
@@ -167,9 +165,7 @@ def x_ticks(axes: Axes, positions: Sequence[float], values: Sequence[Any], *, lo
     axes.xaxis.set_major_locator(FixedLocator(list(positions)))
     axes.xaxis.set_minor_locator(NullLocator())
     labels = {position: axis_value(value) for position, value in zip(positions, values, strict=True)}
-    axes.xaxis.set_major_formatter(
-        FuncFormatter(lambda x, _: labels.get(min(labels, key=lambda p: abs(p - x)), ""))
-    )
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: labels.get(min(labels, key=lambda p: abs(p - x)), "")))
 
 
 def log_ticks(axis: Any, low: float, high: float) -> None:

@@ -32,10 +32,7 @@ def emphasis(text: str) -> str:
 def to_latex(table: Table) -> str:
     """A floating table: caption, label ``tab:<id>``, booktabs rules."""
     shown = pd.DataFrame(
-        [
-            [escape(column.show(row[column.key])) for column in table.columns]
-            for _, row in table.frame.iterrows()
-        ],
+        [[escape(column.show(row[column.key])) for column in table.columns] for _, row in table.frame.iterrows()],
         columns=[escape(column.heading) for column in table.columns],
     )
     body = shown.to_latex(

@@ -20,9 +20,7 @@ from workbench.statistics import mean
 def load_figure(analysis: Analysis) -> Figure | None:
     """Expert load by layer and expert, one panel per series at its sweet spot (or its best x)."""
     evidence = analysis.evidence
-    chosen = [
-        (cell, load) for cell in _shown_cells(analysis) if (load := cell.done[0].result.get("expert_load"))
-    ]
+    chosen = [(cell, load) for cell in _shown_cells(analysis) if (load := cell.done[0].result.get("expert_load"))]
     if not chosen:
         return None
     rows = [
@@ -84,9 +82,7 @@ def _draw_load(
         for layer, shares in enumerate(load):
             for expert, share in enumerate(shares):
                 strength = max(0.03, share * len(shares) / top)
-                box = Rectangle(
-                    (expert - 0.47, layer - 0.45), 0.94, 0.9, facecolor=ink.HEAT, alpha=strength, lw=0
-                )
+                box = Rectangle((expert - 0.47, layer - 0.45), 0.94, 0.9, facecolor=ink.HEAT, alpha=strength, lw=0)
                 axes.add_patch(box)
         axes.set_xlim(-0.6, len(load[0]) - 0.4)
         axes.set_ylim(len(load) - 0.4, -0.6)

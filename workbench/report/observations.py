@@ -29,13 +29,9 @@ def communication(analysis: Analysis) -> str:
     for theirs in dict.fromkeys([baseline(evidence), evidence.reference]):
         if theirs is None or ours is None or theirs == ours:
             continue
-        sent, received = (
-            _share_range(evidence, ours, theirs, f"comm/{way}_gb") for way in ("uplink", "downlink")
-        )
+        sent, received = (_share_range(evidence, ours, theirs, f"comm/{way}_gb") for way in ("uplink", "downlink"))
         if sent and received:
-            parts.append(
-                f"against {theirs.label}, a node of {ours.label} sends {sent} and receives {received}"
-            )
+            parts.append(f"against {theirs.label}, a node of {ours.label} sends {sent} and receives {received}")
     text = "; ".join(parts)
     return f"{sentence(text)} of the bytes." if text else ""
 
@@ -59,11 +55,7 @@ def memory(analysis: Analysis) -> str:
     held = {
         series: mean(values)
         for series in evidence.series
-        if (
-            values := [
-                v for c in evidence.cells_of(series) for v in c.values("mem/trained_state_gb").values()
-            ]
-        )
+        if (values := [v for c in evidence.cells_of(series) for v in c.values("mem/trained_state_gb").values()])
     }
     if not held:
         return ""
@@ -107,16 +99,12 @@ def _ratio_of_means(top: float | None, bottom: float | None) -> float | None:
 def result(analysis: Analysis) -> str:
     """The reference's level and the range of the others, for a reader who skips the figure."""
     evidence = analysis.evidence
-    level = (
-        cell_mean(evidence.cells_of(evidence.reference)[0], evidence.metric) if evidence.reference else None
-    )
+    level = cell_mean(evidence.cells_of(evidence.reference)[0], evidence.metric) if evidence.reference else None
     if level is None or evidence.reference is None:
         return ""
     parts = []
     for series in evidence.series:
-        values = [
-            v for cell in evidence.cells_of(series) if (v := cell_mean(cell, evidence.metric)) is not None
-        ]
+        values = [v for cell in evidence.cells_of(series) if (v := cell_mean(cell, evidence.metric)) is not None]
         if series != evidence.reference and values:
             low, high = significant(min(values), 4), significant(max(values), 4)
             parts.append(f"{series.label} {f'between {low} and {high}' if low != high else f'at {low}'}")

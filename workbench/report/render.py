@@ -95,8 +95,7 @@ def _pictures(figure: Figure) -> dict[str, str]:
     from workbench.report.svg import to_svg
 
     return {
-        name: to_svg(figure.draw(layout), f"{figure.id}-{name}")
-        for name, layout in (("wide", PAGE), ("narrow", PHONE))
+        name: to_svg(figure.draw(layout), f"{figure.id}-{name}") for name, layout in (("wide", PAGE), ("narrow", PHONE))
     }
 
 
@@ -117,9 +116,7 @@ def _page(document: Document, pictures: dict[str, dict[str, str]], *, for_pdf: b
     paint: Callable[[str], str] = str if for_pdf else themed
     return environment.get_template("page.html.j2").render(
         document=document,
-        pictures={
-            key: {name: Markup(paint(svg)) for name, svg in drawn.items()} for key, drawn in pictures.items()
-        },
+        pictures={key: {name: Markup(paint(svg)) for name, svg in drawn.items()} for key, drawn in pictures.items()},
         for_pdf=for_pdf,
         with_csv="csv" in document.formats,
         numbers={block.id: f"Figure {index}" for index, block in enumerate(document.figures, 1)}
@@ -190,10 +187,7 @@ def _provenance(evidence: Evidence) -> dict[str, Any]:
     packages = ("matplotlib", "pandas", "numpy", "weasyprint", "jinja2")
     return {
         "schema": 1,
-        **{
-            key: study.get(key)
-            for key in ("name", "question", "command", "study_file", "created_at", "provenance")
-        },
+        **{key: study.get(key) for key in ("name", "question", "command", "study_file", "created_at", "provenance")},
         "trials": trials,
         "rendered_with": {name: importlib.metadata.version(name) for name in packages},
     }

@@ -60,9 +60,7 @@ def _memory_row(evidence: Evidence, cell: Cell) -> dict[str, Any]:
         "arm": cell.series.label,
         "label": row_label(evidence, cell),
         **{f"{part.replace(' ', '_')}_gb": gigabytes(measured, key) or 0.0 for part, key in PARTS.items()},
-        **{
-            f"predicted_{part.replace(' ', '_')}_gb": gigabytes(predicted, key) for part, key in PARTS.items()
-        },
+        **{f"predicted_{part.replace(' ', '_')}_gb": gigabytes(predicted, key) for part, key in PARTS.items()},
         "rss_peak_gb": gigabytes(measured, "rss_peak_bytes"),
         "cuda_peak_gb": gigabytes(measured, "cuda_peak_bytes"),
     }
@@ -198,9 +196,7 @@ def _draw_throughput(evidence: Evidence, frame: pd.DataFrame, layout: Layout) ->
         style = styles[str(row["arm"])]
         ends = [row["tokens_per_s"], row["tokens_per_s_compute"]]
         left.plot(ends, [index] * 2, color=style.colour, linewidth=1.0, alpha=0.6)
-        left.plot(
-            ends[1], index, marker=style.marker, markersize=5.5, mfc=ink.PAPER, mec=style.colour, mew=1.1
-        )
+        left.plot(ends[1], index, marker=style.marker, markersize=5.5, mfc=ink.PAPER, mec=style.colour, mew=1.1)
         left.plot(ends[0], index, **ink.marker_style(style, 6))
     start = pd.Series(0.0, index=frame.index)
     for part, colour in ink.TIME_COLOURS.items():

@@ -34,9 +34,7 @@ def to_svg(figure: Figure, salt: str) -> str:
 
 def themed(svg: str) -> str:
     """The SVG with its colours replaced by the page's variables, so that it follows light and dark."""
-    return re.sub(
-        "|".join(THEME), lambda found: f"var(--{THEME[found[0]]},{found[0]})", svg, flags=re.IGNORECASE
-    )
+    return re.sub("|".join(THEME), lambda found: f"var(--{THEME[found[0]]},{found[0]})", svg, flags=re.IGNORECASE)
 
 
 def _rounded(found: re.Match[str]) -> str:

@@ -56,9 +56,7 @@ def arm_columns(evidence: Evidence) -> tuple[Column, ...]:
 
 def scales(evidence: Evidence) -> tuple[Scale, Scale]:
     """Units for bytes on the wire and for memory, the same in every table."""
-    wire = scale_for(
-        [t.metrics.get(f"comm/{way}_gb", 0.0) for t in evidence.done for way in ("uplink", "downlink")]
-    )
+    wire = scale_for([t.metrics.get(f"comm/{way}_gb", 0.0) for t in evidence.done for way in ("uplink", "downlink")])
     memory = scale_for([t.metrics.get("mem/trained_state_gb", 0.0) for t in evidence.done])
     return wire, memory
 
@@ -81,9 +79,7 @@ def summary_table(analysis: Analysis) -> Table | None:
         columns=(
             *arm_columns(evidence),
             Column(key="n", heading="n", show=integer),
-            Column(
-                key="mean", heading=f"{metric_name(evidence.metric)}{f' ({unit})' if unit else ''}", show=loss
-            ),
+            Column(key="mean", heading=f"{metric_name(evidence.metric)}{f' ({unit})' if unit else ''}", show=loss),
             Column(key="interval", heading="95 % interval", show=text),
             Column(key="uplink_gb", heading=f"uplink ({wire.unit})", show=wire.show),
             Column(key="downlink_gb", heading=f"downlink ({wire.unit})", show=wire.show),

@@ -59,9 +59,7 @@ def bytes_figure(analysis: Analysis) -> Figure | None:
 def _draw_bytes(evidence: Evidence, layout: Layout) -> matplotlib.figure.Figure:
     axis, styles = axis_of(evidence), ink.styles(evidence)
     figure, grid = ink.new_figure(layout, 2.75, 1, 2, sharey=True)
-    unit = scale_for(
-        [t.metrics.get(f"comm/{way}_gb", 0.0) for t in evidence.done for way in ("uplink", "downlink")]
-    )
+    unit = scale_for([t.metrics.get(f"comm/{way}_gb", 0.0) for t in evidence.done for way in ("uplink", "downlink")])
     levels: list[float] = []
     for axes, way in zip(grid[0], ("uplink", "downlink"), strict=True):
         frame_x(axes, axis)
@@ -105,9 +103,7 @@ def _draw_bytes_series(
                 axes.plot(place, measured * unit.factor, linestyle="none", **ink.marker_style(style, 6.5))
                 heights.append(measured * unit.factor)
     if line:
-        form: dict[str, Any] = (
-            {"linewidth": 1.3} if axis.joined else {"linestyle": "none", "marker": "_", "ms": 16}
-        )
+        form: dict[str, Any] = {"linewidth": 1.3} if axis.joined else {"linestyle": "none", "marker": "_", "ms": 16}
         axes.plot(*zip(*line, strict=True), color=style.colour, zorder=1.5, **form)
     return heights
 
@@ -118,8 +114,7 @@ def pareto_figure(analysis: Analysis) -> Figure | None:
     rows = [
         {"arm": cell.series.label, "x": cell.x, "uplink_gb": sent, "mean": value, "n": len(cell.done)}
         for cell in evidence.cells
-        if (sent := cell_mean(cell, "comm/uplink_gb"))
-        and (value := cell_mean(cell, evidence.metric)) is not None
+        if (sent := cell_mean(cell, "comm/uplink_gb")) and (value := cell_mean(cell, evidence.metric)) is not None
     ]
     if len(rows) < 2:
         return None
@@ -150,8 +145,7 @@ def _draw_pareto(evidence: Evidence, layout: Layout) -> matplotlib.figure.Figure
         points = [
             (sent * unit.factor, value, cell.x)
             for cell in evidence.cells_of(series)
-            if (sent := cell_mean(cell, "comm/uplink_gb"))
-            and (value := cell_mean(cell, evidence.metric)) is not None
+            if (sent := cell_mean(cell, "comm/uplink_gb")) and (value := cell_mean(cell, evidence.metric)) is not None
         ]
         if points:
             _draw_pareto_series(axes, evidence, series, points, styles[series], below=index % 2 == 0)

@@ -47,9 +47,7 @@ def verdict(analysis: Analysis) -> tuple[str, ...]:
     if chosen is not None and (comparison := headline(analysis, chosen)) is not None:
         sentences.append(_finding(analysis, comparison))
     else:
-        sentences.append(
-            f"No seed of {evidence.reference.arm} and another arm finished, so nothing can be compared."
-        )
+        sentences.append(f"No seed of {evidence.reference.arm} and another arm finished, so nothing can be compared.")
     sentences += [_spots_sentence(analysis), _between_methods(analysis), _trust(analysis)]
     return tuple(sentence(text) for text in sentences if text)
 
@@ -78,9 +76,7 @@ def _nothing(evidence: Evidence) -> str:
 
 def _without_reference(analysis: Analysis) -> tuple[str, ...]:
     evidence = analysis.evidence
-    means = [
-        (cell, value) for cell in evidence.cells if (value := cell_mean(cell, evidence.metric)) is not None
-    ]
+    means = [(cell, value) for cell in evidence.cells if (value := cell_mean(cell, evidence.metric)) is not None]
     if not means:
         return (f"No finished trial reports {evidence.metric}.",)
     pick = min if evidence.smaller_is_better else max
@@ -107,9 +103,7 @@ def _finding(analysis: Analysis, comparison: Comparison) -> str:
     evidence, cell = analysis.evidence, comparison.cell
     reference = evidence.reference_cell(cell)
     difference = comparison.interval
-    bounds = (
-        "" if difference.low is None or difference.high is None else _bounds(difference.low, difference.high)
-    )
+    bounds = "" if difference.low is None or difference.high is None else _bounds(difference.low, difference.high)
     verb = "lost" if difference.mean >= 0 else "gained"
     ours, theirs = cell_mean(cell, evidence.metric), cell_mean(reference, evidence.metric)
     where = "" if cell.x is None else f"At {setting(evidence.x_path, cell.x)}, "
@@ -181,9 +175,7 @@ def _between_methods(analysis: Analysis) -> str:
     for cell in evidence.cells_of(ours):
         other = same_x(evidence, theirs, cell.x)
         if other is not None:
-            pairs = paired_differences(
-                cell.values(evidence.metric), other.values(evidence.metric), relative=True
-            )
+            pairs = paired_differences(cell.values(evidence.metric), other.values(evidence.metric), relative=True)
             gaps += [sign * mean(list(pairs.values()))] if pairs else []
     if not gaps:
         return ""
@@ -255,7 +247,5 @@ def key_numbers(analysis: Analysis) -> tuple[KeyNumber, ...]:
                     KeyNumber(value=_share(share), meaning=f"of {against.arm}'s {what}{_at(evidence, cell)}")
                 )
     done, n = len(evidence.done), len(evidence.seeds)
-    numbers.append(
-        KeyNumber(value=f"{done}/{len(evidence.trials)}", meaning=f"trials finished, {count(n, 'seed')}")
-    )
+    numbers.append(KeyNumber(value=f"{done}/{len(evidence.trials)}", meaning=f"trials finished, {count(n, 'seed')}"))
     return tuple(numbers)
