@@ -1,7 +1,7 @@
 """Everything that decides the numbers of one run: `RunConfig`, its frozen parts, and its digest.
 
-Two runs with equal `digest` on the same data give the same weights. What does not decide numbers (where files lie,
-which host, how many threads, how often to log) is in `RunFile` or in `NOT_IDENTITY`.
+Two runs with equal `digest` on the same data, machine and thread count give the same weights. What decides no number
+(where files lie, which host, how many threads, how often to log) is in `RunFile` or in `NOT_IDENTITY`.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class OptimConfig:
     lr: float = 3e-3
     """Highest learning rate."""
     beta1: float = 0.9
-    """AdamW: decay of the first moment."""
+    """AdamW: decay of the first moment, below 1."""
     beta2: float = 0.95
-    """AdamW: decay of the second moment."""
+    """AdamW: decay of the second moment, below 1."""
     eps: float = 1e-8
     """AdamW: added to the denominator."""
     weight_decay: float = 0.1
@@ -262,10 +262,10 @@ class RunConfig:
         return make_partition(kind, self.model.num_experts, self.nodes)
 
 
-NOT_IDENTITY = ("log", "round", "wire.chunk_bytes")
-"""Settings that change no weight and no metric; they are outside a run's identity."""
+NOT_IDENTITY = ("method", "log", "round", "wire.chunk_bytes")
+"""Settings that change no weight and no validation; they are outside a run's identity."""
 
-_ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round", "partition", "frozen")
+_ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round")
 
 
 def inapplicable(config: RunConfig) -> tuple[str, ...]:
@@ -273,6 +273,8 @@ def inapplicable(config: RunConfig) -> tuple[str, ...]:
     paths: list[str] = []
     if config.sync.exchange != "rounds":
         paths += _ROUND_SETTINGS
+        if config.sync.exchange == "gradients":
+            paths += ["partition", "frozen"]
     elif not config.merge.enabled:
         paths += [f"merge.{name}" for name in ("num_neighbours", "alpha", "interval_steps", "until_step")]
     if config.outer.kind == "none":
@@ -325,7 +327,7 @@ class RunFile:
     server_address: str = "127.0.0.1:0"
     """Where the server listens; port 0 lets it choose, and nodes read its choice in server.address beside run.json."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where a node computes; "auto" takes a GPU when there is one."""
+    """Where a node computes; "auto" takes GPUs where each process of the run gets one, "cuda" lets nodes share."""
     threads: int = 1
     """Intra-operation threads of one process."""
 

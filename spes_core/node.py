@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from spes_core.address import read_address
 from spes_core.checkpoint import save_weights
 from spes_core.config import RunConfig, RunFile, digest
 from spes_core.data.batches import TokenSource
@@ -26,7 +27,6 @@ from spes_core.model.decoder import Decoder
 from spes_core.model.initialise import initialise
 from spes_core.processlife import die_with_parent
 from spes_core.protocol.client import SyncClient
-from spes_core.server import read_address
 from spes_core.train import parallel
 from spes_core.train.exchange import Exchange
 from spes_core.train.loop import Place, Training
@@ -63,7 +63,7 @@ def run_node(run: RunFile, trial_dir: Path, node: int) -> None:
         raise ConfigError([Problem("--node", f"({node}) must be from 0 to nodes − 1 ({config.world_size - 1})")])
     torch.set_num_threads(run.threads)
     torch.manual_seed(config.seed)
-    device = choose_device(run.device)
+    device = choose_device(run, node)
     events = EventWriter(trial_dir / "events" / f"node-{node}.jsonl")
     try:
         decoder = build_decoder(config, node, device)
@@ -103,13 +103,20 @@ def build_decoder(config: RunConfig, node: int, device: torch.device) -> Decoder
     return decoder.to(device)
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that a run file asks for. Raises ConfigError when it asks for a GPU and there is none."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError([Problem("hardware.device", '("cuda") must be available; use "auto" or "cpu"')])
-    if name == "cpu" or not torch.cuda.is_available():
+def choose_device(run: RunFile, node: int = 0) -> torch.device:
+    """The device that a run file asks for. Raises ConfigError when it asks for GPUs and there are too few.
+
+    All processes of a run decide alike, and all arms of a study have equally many processes.
+    """
+    gpus, processes = torch.cuda.device_count(), run.config.world_size
+    shares = run.config.sync.exchange != "gradients"
+    if run.device == "cuda" and gpus < (1 if shares else processes):
+        need = "a GPU" if shares else f"a GPU for each of the {processes} processes of its group"
+        message = f'("cuda") needs {need}, and there are {gpus}; use "auto" or "cpu"'
+        raise ConfigError([Problem("launcher.device", message)])
+    if run.device == "cpu" or (run.device == "auto" and gpus < processes):
         return torch.device("cpu")
-    device = torch.device("cuda", parallel.local_rank() % torch.cuda.device_count())
+    device = torch.device("cuda", (parallel.local_rank() or node) % gpus)
     torch.cuda.set_device(device)
     return device
 

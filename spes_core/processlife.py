@@ -1,13 +1,15 @@
-"""Ties the life of this process to that of its parent, so that a killed launcher leaves no orphan."""
+"""The life of this process: it ends with its parent, so that a killed launcher leaves no orphan; its largest memory."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _POLL_INTERVAL_S = 0.5
@@ -31,3 +33,14 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_INTERVAL_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def rss_peak_bytes() -> int:
+    """Largest resident set of this process so far."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -33,13 +33,12 @@ AT_LEAST_ONE = (
     "log.interval_steps",
 )
 FRACTIONS = (
-    "optim.beta1",
-    "optim.beta2",
     "optim.warmup_fraction",
     "optim.final_lr_fraction",
     "merge.alpha",
     "outer.momentum",
 )
+BELOW_ONE = ("optim.beta1", "optim.beta2")
 POSITIVE = ("optim.lr", "optim.eps", "outer.lr", "round.timeout_s", "model.rope_theta", "model.norm_eps")
 NOT_NEGATIVE = (
     "optim.weight_decay",
@@ -71,12 +70,17 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
     for path in FRACTIONS:
         if not 0 <= (value := attrgetter(path)(config)) <= 1:
             yield Problem(path, f"({value:g}) must be between 0 and 1")
+    for path in BELOW_ONE:
+        if not 0 <= (value := attrgetter(path)(config)) < 1:
+            yield Problem(path, f"({value:g}) must be at least 0 and below 1")
     for path in POSITIVE:
         if (value := attrgetter(path)(config)) <= 0:
             yield Problem(path, f"({value:g}) must be above 0")
     for path in NOT_NEGATIVE:
         if (value := attrgetter(path)(config)) < 0:
             yield Problem(path, f"({value:g}) must not be negative")
+    if config.seed >= 1 << 63:
+        yield Problem("seed", f"({config.seed}) must be below 2^63")
     clip_norm = config.optim.clip_norm
     if clip_norm is not None and clip_norm <= 0:
         yield Problem("optim.clip_norm", f"({clip_norm:g}) must be above 0; use null for no clipping")

@@ -23,11 +23,6 @@ def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:
     return optim.lr * (optim.final_lr_fraction + (1 - optim.final_lr_fraction) * shape)
 
 
-def is_round_due(interval_steps: int, step: int, total_steps: int) -> bool:
-    """Whether a round closes after ``step``: at multiples of H, and at the last step."""
-    return step % interval_steps == 0 or step == total_steps
-
-
 def round_steps(config: RunConfig) -> list[int]:
     """The steps after which a round closes; empty when this run has no rounds."""
     if config.sync.exchange != "rounds":

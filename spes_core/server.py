@@ -11,23 +11,22 @@ import ipaddress
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from spes_core.address import ADDRESS_FILE
 from spes_core.config import RunConfig, RunFile
-from spes_core.errors import ConfigError, Problem, RoundFailed, Unreachable
+from spes_core.errors import ConfigError, Problem, RoundFailed
 from spes_core.events import EventWriter
 from spes_core.model.counting import tensor_shapes
 from spes_core.model.initialise import initial_tensor
-from spes_core.processlife import die_with_parent
+from spes_core.processlife import die_with_parent, rss_peak_bytes
 from spes_core.protocol import channel
 from spes_core.protocol.servicer import SyncServicer
 from spes_core.schedules import merge_steps, round_steps
@@ -35,7 +34,6 @@ from spes_core.sync.codec import Values
 from spes_core.sync.messages import schema_of
 from spes_core.sync.parameter_server import ParameterServer
 
-ADDRESS_FILE = "server.address"
 _FAREWELL_S = 5.0
 """How long answers that are under way may take once the server ends."""
 
@@ -90,21 +88,6 @@ def serve(run: RunFile, folder: Path) -> None:
             events.close()
 
 
-def read_address(server_address: str, folder: Path, timeout_s: float = 60.0) -> str:
-    """Where the server of the run in ``folder`` listens; with port 0 the server's own choice, once it has written it.
-
-    Raises Unreachable when it has not within ``timeout_s``.
-    """
-    if not server_address.endswith(":0"):
-        return server_address
-    path, deadline_s = folder / ADDRESS_FILE, time.monotonic() + timeout_s
-    while not path.exists():
-        if time.monotonic() > deadline_s:
-            raise Unreachable(f"no server has written {path} within {timeout_s:g} s; see the server's log")
-        time.sleep(0.02)
-    return path.read_text(encoding="utf-8").strip()
-
-
 def check_servable(run: RunFile) -> None:
     """Raises ConfigError when this run needs no server, or its address must not be served without encryption."""
     exchange, address = run.config.sync.exchange, run.server_address
@@ -128,16 +111,6 @@ def bind(server: grpc.Server, address: str) -> int:
         advice = "is the port in use? Choose another, or 0 for any free one"
         raise _wrong("server_address", f'("{address}") cannot be listened on; {advice} ({reason})')
     return int(port)
-
-
-def rss_peak_bytes() -> int:
-    """Largest resident memory of this process so far (on systems without VmHWM: the present one)."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)
 
 
 def _start(server: grpc.Server, core: ParameterServer, config: RunConfig) -> None:

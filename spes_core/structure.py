@@ -82,9 +82,9 @@ def _number(data: object) -> int | float | None:
         return None
     try:
         value = float(data) if isinstance(data, str) else data
-    except ValueError:
+        return value if math.isfinite(value) else None
+    except (ValueError, OverflowError):
         return None
-    return value if math.isfinite(value) else None
 
 
 def _read_dataclass(kind: Any, data: object, path: str, problems: list[Problem]) -> Any:

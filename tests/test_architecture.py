@@ -38,6 +38,8 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "schedules",
             "events",
             "processlife",
+            "address",
+            "address",
         ),
         (*THIRD_PARTY, *EDGES, *TRAINING, "spes_core.model", "spes_core.sync", "spes_core.protocol"),
     ),

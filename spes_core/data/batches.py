@@ -14,20 +14,18 @@ import torch
 from spes_core.config import DataConfig
 from spes_core.data import order, shards
 from spes_core.errors import DataError
-
-IGNORED = -100
-"""Target of a position that counts for nothing, as in torch's cross_entropy."""
+from spes_core.model.losses import IGNORED_TARGET
 
 
 class ValidationBatch(NamedTuple):
-    """Held-out sequences, as many as in every other part's batch; rows that only fill up have IGNORED targets."""
+    """Held-out sequences, as many as in every other part's batch; targets of rows that fill up are IGNORED_TARGET."""
 
     tokens: torch.Tensor
     """(B, T) int64."""
     targets: torch.Tensor
     """(B, T) int64."""
     target_bytes: int
-    """Bytes of text that the targets which are not IGNORED stand for (an end of text stands for none)."""
+    """Bytes of text that the targets which are not IGNORED_TARGET stand for (an end of text stands for none)."""
 
 
 class TokenSource:
@@ -74,7 +72,7 @@ class TokenSource:
         """The share of ``part`` of at most ``max_sequences`` sequences spread evenly over the validation split.
 
         The set does not depend on ``parts``. Every part gets the same number of batches with the same shapes, each of
-        at most ``batch_sequences``; where sequences run out, a row repeats token 0 and its targets are IGNORED.
+        at most ``batch_sequences``; where sequences run out, a row repeats token 0 and its targets are IGNORED_TARGET.
         """
         assert 0 <= part < parts and batch_sequences >= 1
         available = self.num_validation_sequences
@@ -83,7 +81,7 @@ class TokenSource:
         windows_BW = self._windows(self._validation_N, share * available // max(1, chosen))
         rows = -(-chosen // parts)
         tokens_BT = np.zeros((rows, self._config.sequence_length), dtype=np.int64)
-        targets_BT = np.full_like(tokens_BT, IGNORED)
+        targets_BT = np.full_like(tokens_BT, IGNORED_TARGET)
         tokens_BT[: len(share)], targets_BT[: len(share)] = windows_BW[:, :-1], windows_BW[:, 1:]
         bytes_B = np.zeros(rows, dtype=np.int64)
         bytes_B[: len(share)] = self._bytes_V[windows_BW[:, 1:]].sum(axis=1)

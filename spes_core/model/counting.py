@@ -133,7 +133,7 @@ class MemoryParts:
     activations_bytes: int
     """What the forward pass of one micro-batch keeps for the backward pass."""
     sync_buffers_bytes: int
-    """The largest tensor on the wire, since the exchange stages one at a time; 0 without rounds."""
+    """The chunk of a round that is under way (`sync_buffers_bytes`); 0 without rounds."""
 
     @property
     def total_bytes(self) -> int:

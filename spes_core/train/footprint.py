@@ -6,11 +6,8 @@ keeps for the backward pass: every storage that it saves in one forward pass, co
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +20,8 @@ def weights_bytes(module: nn.Module) -> int:
 
 
 def gradients_bytes(module: nn.Module) -> int:
-    """Bytes of the gradients of all trained parameters, whether or not they are held right now."""
-    return sum(_local(parameter).nbytes for parameter in module.parameters() if parameter.requires_grad)
+    """Bytes of the gradients that the parameters hold right now: all of them between two steps."""
+    return sum(_local(weight.grad).nbytes for weight in module.parameters() if weight.grad is not None)
 
 
 def moments_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -39,6 +36,7 @@ class SavedActivations:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._sizes: dict[int, int] = {}
+        self._batch: set[int] = set()
 
     @property
     def nbytes(self) -> int:
@@ -46,8 +44,9 @@ class SavedActivations:
         return sum(self._sizes.values())
 
     @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Count every tensor that is saved for a backward pass in the block."""
+    def measure(self, batch: Sequence[Tensor]) -> Iterator[None]:
+        """Count every tensor that is saved for a backward pass in the block, but for the ``batch`` itself."""
+        self._batch = {tensor.untyped_storage().data_ptr() for tensor in batch}
         with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
             yield
 
@@ -55,24 +54,13 @@ class SavedActivations:
         # The weights are looked up at each call: a sharded module swaps them in and out layer by layer.
         weights = {_local(weight).untyped_storage().data_ptr() for weight in self._weights()}
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
+        if storage.data_ptr() not in weights | self._batch:
             self._sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     def _weights(self) -> Iterator[Tensor]:
         yield from self._module.parameters()
         yield from self._module.buffers()
-
-
-def rss_peak_bytes() -> int:
-    """Largest resident set of this process so far."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def cuda_peak_bytes() -> int | None:

@@ -19,6 +19,7 @@ from spes_core import schedules
 from spes_core.config import RunConfig
 from spes_core.events import EventWriter
 from spes_core.model.decoder import Decoder
+from spes_core.processlife import rss_peak_bytes
 from spes_core.train import footprint
 from spes_core.train.clock import Clock
 from spes_core.train.exchange import RoundReport
@@ -42,6 +43,10 @@ class BatchSource(Protocol):
 
 class RoundExchange(Protocol):
     """What the loop needs of `train.exchange.Exchange`."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Host memory that a round takes beside the model."""
 
     def run_round(self, round: int, step: int, tokens: int) -> RoundReport:
         """Exchange trained tensors for the new global model, in place."""
@@ -127,7 +132,7 @@ class Training:
         with self.clock.phase("data"):
             tokens_BT, targets_BT = self._source.train_batch(step, self.place.part, self.place.parts)
         batch = (tokens_BT.to(self._device), targets_BT.to(self._device))
-        with self.clock.phase("compute"), self._saved.measure() if step == 1 else nullcontext():
+        with self.clock.phase("compute"), self._saved.measure(batch) if step == 1 else nullcontext():
             metrics = train_step(
                 self.decoder,
                 self.optimizer,
@@ -164,7 +169,7 @@ class Training:
             report = self.exchange.run_round(round, step, steps * self._tokens_per_step)
         for phase in ("serialise", "transfer", "wait", "merge", "aggregate"):
             self.clock.add(phase, getattr(report, f"{phase}_s"))
-        self.events.write("round", **{**asdict(report), "tokens": step * self.config.tokens_per_step})
+        self.events.write("round", **asdict(report))
 
     def _validate(self, step: int) -> None:
         place = self.place
@@ -205,8 +210,8 @@ class Training:
             gradients_bytes=footprint.gradients_bytes(self.decoder),
             moments_bytes=footprint.moments_bytes(self.optimizer),
             activations_bytes=self._saved.nbytes,
-            sync_buffers_bytes=getattr(self.exchange, "buffer_bytes", 0),
-            rss_peak_bytes=footprint.rss_peak_bytes(),
+            sync_buffers_bytes=self.exchange.buffer_bytes if self.exchange else 0,
+            rss_peak_bytes=rss_peak_bytes(),
             cuda_peak_bytes=footprint.cuda_peak_bytes(),
         )
         seconds = {f"{phase}_s": seconds for phase, seconds in self.clock.seconds.items()}

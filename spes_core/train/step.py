@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward over the micro-batches, clipping, update.
 
-Nothing here forces the host to wait for the device; metrics stay there until the caller reads them.
+Metrics stay on the device until the caller reads them; only the experts wait for it, once a layer, to learn their
+slices (`model.moe`).
 """
 
 from __future__ import annotations

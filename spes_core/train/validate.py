@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spes_core.config import LossConfig
 from spes_core.model.decoder import Decoder
+from spes_core.model.losses import IGNORED_TARGET
 from spes_core.train.parallel import reshard
 
 
@@ -36,7 +37,7 @@ def validate(
     decoder.eval()
     loss_sum_nats, target_tokens, target_bytes = 0.0, 0, 0
     for tokens_BT, targets_BT, batch_bytes in batches:
-        count = int((targets_BT != -100).sum())
+        count = int((targets_BT != IGNORED_TARGET).sum())
         output = decoder(tokens_BT.to(device), targets_BT.to(device), loss)
         if count:
             loss_sum_nats += float(output.cross_entropy) * count

@@ -15,7 +15,7 @@ from spes_core.config import RunConfig, RunFile
 from spes_core.data.batches import TokenSource
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
-from tests.equivalence.participants import assert_bitwise_equal, tiny, train_in_rounds
+from tests.equivalence.participants import assert_bitwise_equal, tiny, train_alone, train_in_rounds
 
 pytestmark = pytest.mark.processes
 
@@ -48,11 +48,25 @@ def test_processes_over_grpc_give_the_bits_of_one_process(method: str, corpus: P
         assert process.returncode == 0, output
     expected = train_in_rounds(config, tmp_path / "inside", TokenSource(data_dir, config.data, config.seed))
     assert_bitwise_equal(load_weights(tmp_path / "weights" / "final.safetensors"), expected[0])
+    digests = [last_round(tmp_path / "events" / f"node-{node}.jsonl")["digest"] for node in range(config.nodes)]
+    assert len(set(digests)) == 1
     (closing,) = [event for event in read_events(tmp_path / "events" / "server.jsonl") if event["kind"] == "end"]
     assert closing["rounds"] == 3
 
 
-def test_fsdp_on_two_ranks_is_one_rank(corpus: Path, tmp_path: Path) -> None:
+def test_nodes_that_never_exchange_train_alone_on_their_share(corpus: Path, tmp_path: Path) -> None:
+    config = with_corpus(tiny(method="local", partition={"kind": "full"}, sync={"exchange": "none"}), corpus)
+    data_dir = prepare(config.data, tmp_path / "cache")
+    save_run(config, data_dir, tmp_path)
+    for node in range(config.nodes):
+        process = start("spes_core.node", tmp_path / "run.json", "--node", str(node))
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+    finals = [load_weights(tmp_path / "weights" / f"final-node-{node}.safetensors") for node in range(config.nodes)]
+    assert not torch.equal(finals[0]["embedding"], finals[1]["embedding"])
+
+
+def test_fsdp_on_one_rank_is_plain_training_and_on_two_ranks_too(corpus: Path, tmp_path: Path) -> None:
     finals = {}
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
@@ -69,8 +83,12 @@ def test_fsdp_on_two_ranks_is_one_rank(corpus: Path, tmp_path: Path) -> None:
         assert group.returncode == 0, output
         finals[ranks] = load_weights(folder / "weights" / "final.safetensors")
         assert (folder / "events" / f"node-{ranks - 1}.jsonl").exists()
-    for name, tensor in finals[1].items():
-        # AdamW divides by the root of the second moment, which lifts summation-order noise of tiny gradients.
+    source = TokenSource(data_dir, config.data, config.seed)
+    plain = train_alone(replace(config, nodes=1), tmp_path, source)
+    assert_bitwise_equal(finals[1], plain)
+    for name, tensor in plain.items():
+        # The balance loss is of a rank's own batch, so it is off here. AdamW divides by the
+        # root of the second moment, which lifts summation-order noise of tiny gradients.
         torch.testing.assert_close(finals[2][name], tensor, rtol=1e-4, atol=1e-5)
 
 
@@ -87,8 +105,12 @@ def with_corpus(config: RunConfig, corpus: Path) -> RunConfig:
     return replace(config, data=replace(config.data, corpus=str(corpus)))
 
 
+def last_round(events: Path) -> dict[str, object]:
+    return [event for event in read_events(events) if event["kind"] == "round"][-1]
+
+
 def save_run(config: RunConfig, data_dir: Path, folder: Path) -> None:
-    RunFile(trial=config.method, config=config, data_dir=str(data_dir)).save(folder / "run.json")
+    RunFile(trial=config.method, config=config, data_dir=str(data_dir), device="cpu").save(folder / "run.json")
 
 
 def start(module: str, *arguments: object) -> subprocess.Popen[str]:

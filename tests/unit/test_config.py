@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from spes_core import schedules
 from spes_core.config import RunConfig, RunFile, digest, from_dict, inapplicable, to_dict
 from spes_core.errors import ConfigError
 
@@ -60,6 +61,9 @@ def test_every_mistake_is_listed_at_once_with_the_nearest_name() -> None:
         ({"model": {"num_kv_heads": 3}}, "model.num_kv_heads", "must divide model.num_heads (4)"),
         ({"optim": {"lr": float("nan")}}, "optim.lr", "must be a number"),
         ({"optim": {"lr": True}}, "optim.lr", "must be a number"),
+        ({"optim": {"beta2": 1.0}}, "optim.beta2", "(1) must be at least 0 and below 1"),
+        ({"seed": 1 << 64}, "seed", "must be below 2^63"),
+        ({"seed": 10**400}, "seed", "must be a whole number"),
         ({"merge": None}, "merge", "(null) must be a mapping"),
         ([], "", "must be a mapping"),
     ],
@@ -90,6 +94,35 @@ def test_identity_is_the_same_in_another_process_with_other_hash_seeds() -> None
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     printed = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert printed.stdout.strip() == digest(RunConfig())
+
+
+@pytest.mark.parametrize("exchange", ["rounds", "gradients", "none"])
+@pytest.mark.parametrize("path", ["partition.kind", "merge.enabled", "sync.interval_steps", "outer.kind", "nodes"])
+def test_runs_of_one_identity_do_the_same(exchange: str, path: str) -> None:
+    other = {
+        "partition.kind": "full",
+        "merge.enabled": False,
+        "sync.interval_steps": 7,
+        "outer.kind": "sgd",
+        "nodes": 2,
+    }
+    section, _, name = path.rpartition(".")
+    change = {section: {name: other[path]}} if section else {name: other[path]}
+    one = from_dict({"sync": {"exchange": exchange}})
+    two = from_dict({"sync": {"exchange": exchange, **change.pop("sync", {})}, **change})  # type: ignore[dict-item]
+    if digest(one) == digest(two):
+        assert one.make_partition() == two.make_partition()
+        assert schedules.round_steps(one) == schedules.round_steps(two)
+        assert schedules.merge_steps(one) == schedules.merge_steps(two)
+
+
+def test_a_run_without_exchange_still_depends_on_who_trains_what() -> None:
+    alone: dict[str, object] = {"sync": {"exchange": "none"}}
+    assert digest(from_dict({**alone, "partition": {"kind": "full"}})) != digest(from_dict(alone))
+
+
+def test_two_names_of_one_method_are_one_run() -> None:
+    assert digest(from_dict({"method": "dilico"})) == digest(from_dict({"method": "spes"}))
 
 
 def test_round_settings_are_outside_the_identity_of_a_run_without_rounds() -> None:

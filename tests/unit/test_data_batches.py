@@ -12,9 +12,10 @@ import torch
 
 from spes_core.config import DataConfig
 from spes_core.data import shards
-from spes_core.data.batches import IGNORED, TokenSource
+from spes_core.data.batches import TokenSource
 from spes_core.data.order import sample_index
 from spes_core.errors import DataError
+from spes_core.model.losses import IGNORED_TARGET
 
 VOCAB = 600
 LENGTH = 7
@@ -145,8 +146,8 @@ def test_parts_cover_the_same_validation_set_in_step(
 
     real, target_bytes = [], 0
     for batch in (batch for batches in dealt for batch in batches):
-        filled = (batch.targets == IGNORED).all(dim=1)
-        assert not (batch.targets[~filled] == IGNORED).any()
+        filled = (batch.targets == IGNORED_TARGET).all(dim=1)
+        assert not (batch.targets[~filled] == IGNORED_TARGET).any()
         real += rows(batch.tokens[~filled], batch.targets[~filled])
         target_bytes += batch.target_bytes
     everything = windows(ids[1])

@@ -7,7 +7,6 @@ import pytest
 from spes_core.config import MergeConfig, OptimConfig, RunConfig, from_dict
 from spes_core.schedules import (
     due_merge_alpha,
-    is_round_due,
     learning_rate,
     merge_alpha,
     merge_steps,
@@ -32,12 +31,6 @@ def test_a_final_round_closes_when_the_last_step_is_no_multiple_of_h() -> None:
     assert round_steps(config_of(25, 10)) == [10, 20, 25]
     assert round_steps(config_of(20, 10)) == [10, 20]
     assert round_steps(config_of(5, 10)) == [5]
-
-
-@pytest.mark.parametrize("interval_steps", [1, 3, 10, 40])
-def test_round_steps_are_the_steps_at_which_a_round_is_due(interval_steps: int) -> None:
-    due = [step for step in range(1, 38) if is_round_due(interval_steps, step, 37)]
-    assert round_steps(config_of(37, interval_steps)) == due
 
 
 @pytest.mark.parametrize("interval_steps", [1, 7, 10, 25, 50])

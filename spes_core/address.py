@@ -1,0 +1,25 @@
+"""Where the server of a run listens: given in the run file, or chosen by the server and left in a file beside it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from spes_core.errors import Unreachable
+
+ADDRESS_FILE = "server.address"
+
+
+def read_address(server_address: str, folder: Path, timeout_s: float = 60.0) -> str:
+    """Where the server of the run in ``folder`` listens; with port 0 the server's own choice, once it has written it.
+
+    Raises Unreachable when it has not within ``timeout_s``.
+    """
+    if not server_address.endswith(":0"):
+        return server_address
+    path, deadline_s = folder / ADDRESS_FILE, time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise Unreachable(f"no server has written {path} within {timeout_s:g} s; see the server's log")
+        time.sleep(0.02)
+    return path.read_text(encoding="utf-8").strip()
