@@ -13,6 +13,7 @@ from workbench.execute import ExecutionSettings, StopRequest, TrialBusy, run_tri
 from workbench.launch.launcher import Launcher
 from workbench.launch.local import open_launcher
 from workbench.mirror import CLOSE_TIMEOUT_S, Mirror
+from workbench.mirrored import unmirrored
 from workbench.progress import Progress
 from workbench.provenance import collect
 from workbench.spec import Study
@@ -62,6 +63,8 @@ class Campaign:
         if pending and self._run_trials(pending):
             print("interrupted; the same command continues", flush=True)
             return "interrupted"
+        if not pending:
+            self._catch_up()
         report = self._report_dir / "index.html"
         if pending or is_new or not self._folder.is_older_than(report, self._trials):
             report = render_report(self._folder.path, self._report_dir)
@@ -104,6 +107,12 @@ class Campaign:
             finally:
                 mirror.close(_MIRROR_STOP_S if stop_request.made else CLOSE_TIMEOUT_S)
             return stop_request.made
+
+    def _catch_up(self) -> None:
+        """Mirror what the mirror of an earlier run did not come to; MLflow is not started for nothing."""
+        if late := unmirrored(self._folder.path):
+            print(f"MLflow lacks {len(late)} trials; mirroring them", flush=True)
+            Mirror(self._folder.path.parent, self._study.name).close()
 
     def _run_trial(
         self, trial: Trial, launcher: Launcher, lines: PlainLines | LiveLines, stop_request: StopRequest

@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from workbench.spec import Study
 
 
+_TOKENIZE = """
+import runpy
+from spes_core.processlife import die_with_parent
+die_with_parent()
+runpy.run_module("spes_core.data.tokenize", run_name="__main__", alter_sys=True)
+"""
+"""``python -m spes_core.data.tokenize`` that does not outlive the study which waits for it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreparedCorpus:
     """A folder of token ids and what its header says."""
@@ -42,12 +51,12 @@ def prepare_corpus(corpus: Corpus) -> PreparedCorpus:
 
     if found := find_corpus(corpus):
         return found
-    command = [sys.executable, "-m", "spes_core.data.tokenize", "--corpus", corpus.path]
+    command = [sys.executable, "-c", _TOKENIZE, "--corpus", corpus.path]
     command += ["--vocab-size", str(corpus.tokenizer_vocab_size)]
     command += ["--validation-fraction", str(corpus.validation_fraction)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment({}))
     if done.returncode != 0:
-        raise DataError(_last_error(done.stderr) or f"{command[2]} ended with exit status {done.returncode}")
+        raise DataError(_last_error(done.stderr) or f"tokenizing ended with exit status {done.returncode}")
     folder = Path(done.stdout.strip().splitlines()[-1])
     return PreparedCorpus(folder=folder, header=shards.read_header(folder))
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from spes_core.config import RunConfig
-from workbench.recording import Event, Recording, mean, total
+from workbench.recording import Event, Recording, mean_of, total
 
 _TRAIN_MEANS = (
     "loss_nats",
@@ -32,7 +32,7 @@ def train_curve(config: RunConfig, recording: Recording) -> list[dict[str, Any]]
     where = _axes(config, recording)
     for step, events in recording.by_step("train").items():
         if len(events) == config.world_size:
-            means = {field: mean(events, field) for field in _TRAIN_MEANS}
+            means = {field: mean_of(events, field) for field in _TRAIN_MEANS}
             points.append({**where(step, events), **means, "tokens_per_s": total(events, "tokens_per_s")})
     return points
 

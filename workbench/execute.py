@@ -9,7 +9,8 @@ The folder of a trial (results/<study>/trials/<name>/)::
     outcome.json   status, error, times                                          written when the processes have ended
     result.json    everything that was measured                                  written last
 
-A folder without result.json was left by a killed controller; it is emptied and the trial runs again.
+A folder without result.json was left by a killed controller; it is emptied and the trial runs again. Nothing is emptied
+before the launcher can start processes.
 """
 
 from __future__ import annotations
@@ -119,10 +120,15 @@ def run_trial(
         stored: dict[str, Any] | None = read_json(trial_dir / "result.json")
         if stored is not None and stored["status"] == "done":
             return stored
-        run = prepare(trial, trial_dir, settings)
-        launcher.wait_ready()
-        execution = _Execution(run, trial_dir, launcher, on_progress, stop_request)
-        outcome = execution.carry_out(settings.timeout_s)
+        try:
+            launcher.wait_ready()
+        except LaunchError as error:
+            describe_trial(trial, trial_dir, settings)  # what an earlier attempt left stays: this one has nothing
+            outcome = _unlaunched(error)
+        else:
+            run = prepare(trial, trial_dir, settings)
+            execution = _Execution(run, trial_dir, launcher, on_progress, stop_request)
+            outcome = execution.carry_out(settings.timeout_s)
         write_json(trial_dir / "outcome.json", outcome)
         result = build_result(trial_dir)
         write_json(trial_dir / "result.json", result)
@@ -130,10 +136,15 @@ def run_trial(
 
 
 def prepare(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> RunFile:
-    """Empty the trial's folder and write trial.json and run.json; returns what run.json says."""
+    """Empty the trial's folder and fill it anew; returns what run.json says."""
     _empty(trial_dir)
     for folder in ("events", "logs"):
         (trial_dir / folder).mkdir()
+    return describe_trial(trial, trial_dir, settings)
+
+
+def describe_trial(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> RunFile:
+    """Write trial.json and run.json; returns what run.json says."""
     run = RunFile(
         trial=trial.name,
         config=trial.config,
@@ -240,6 +251,19 @@ class _Execution:
             "raise it or lower budget_tokens"
         )
         return Failure(message=message, process=None, log_tail=[])
+
+
+def _unlaunched(error: LaunchError) -> dict[str, Any]:
+    """The content of outcome.json of a trial of which no process could be started."""
+    now = _iso(time.time())
+    failure = Failure(message=str(error), process=None, log_tail=[])
+    return {
+        "status": "failed",
+        "error": asdict(failure),
+        "launched_at_s": None,
+        "started_at": now,
+        "finished_at": now,
+    }
 
 
 def _interruption(by: str) -> Failure:

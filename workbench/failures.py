@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from workbench.launch.launcher import Running
 
@@ -50,6 +51,13 @@ def tail(log: Path) -> list[str]:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", errors="replace")
     return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def last_words(stderr: IO[bytes]) -> str:
+    """The last line with a word in it that a process wrote to a file."""
+    stderr.seek(0)
+    lines = stderr.read().decode(errors="replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
 def _ending(process: Running, lines: list[str]) -> str:

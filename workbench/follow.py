@@ -52,7 +52,10 @@ class TrialState:
                 self._rounds = max(self._rounds, event["round"] + 1)
 
     def progress(self, elapsed_s: float) -> Progress:
-        """The state ``elapsed_s`` seconds after the trial was started; a step counts when every node took it."""
+        """The state ``elapsed_s`` seconds after the trial was started.
+
+        The step is the smallest of the nodes' newest training events; a node that has written none is left out.
+        """
         newest = list(self._newest.values())
         losses = [float(event["loss_nats"]) for event in newest]
         rates = [float(event["tokens_per_s"]) for event in newest]

@@ -1,6 +1,8 @@
 """The one table of metrics: name, unit and meaning of every number in ``metrics`` of a result.json.
 
-GB is 1e9 bytes. A metric that cannot be computed (a trial that failed early, a method without rounds) is absent.
+GB is 1e9 bytes. A metric that cannot be computed (a trial that failed early, a method without rounds) is absent. Where
+gradients are exchanged at every step, bytes follow from the formula of a ring, and the speed of computing alone and the
+shares of the time are absent: the exchange runs inside the step.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ METRICS: dict[str, Metric] = {
     "eval/perplexity": Metric("1", "exp(eval/loss)"),
     "eval/bits_per_byte": Metric("bits/byte", "validation cross-entropy over the bytes of text it predicts"),
     "train/loss": Metric("nats/token", "training cross-entropy since the last but one training event, over nodes"),
-    "comm/uplink_gb": Metric("GB", "sent by a node, payload and framing, mean over nodes"),
-    "comm/downlink_gb": Metric("GB", "received by a node, payload and framing, mean over nodes"),
+    "comm/uplink_gb": Metric("GB", "sent by a node, mean over nodes: counted payload and framing, or the ring formula"),
+    "comm/downlink_gb": Metric("GB", "received by a node, mean over nodes: counted like the uplink"),
     "comm/uplink_predicted_gb": Metric("GB", "payload that a node should send, by arithmetic, mean over nodes"),
     "comm/downlink_predicted_gb": Metric("GB", "payload that a node should receive, by arithmetic, mean over nodes"),
     "comm/framing_fraction": Metric("1", "framing over all bytes, both directions, all nodes"),

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from workbench.failures import last_words
 from workbench.launch.launcher import child_environment
 
 CLOSE_TIMEOUT_S = 60.0
@@ -97,15 +98,10 @@ class Mirror:
                 elif message["event"] == "warning":
                     self._say(message["message"])
         if self._process.wait() != 0:
-            self._say(f"the MLflow mirror ended: {self._last_words()}")
+            self._say(f"the MLflow mirror ended: {last_words(self._stderr)}")
         self._ready.set()
 
     def _say(self, message: str) -> None:
         if not self._warned:
             self._warned = True
             self._warn(f"{message} (results are complete without it)")
-
-    def _last_words(self) -> str:
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "it said nothing")

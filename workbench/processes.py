@@ -42,7 +42,8 @@ def plan(run: RunFile, trial_dir: Path, python: str = sys.executable) -> list[Pr
     exchange, env = run.config.sync.exchange, environment(run)
     if exchange == "gradients":
         ranks = run.config.world_size
-        return [ProcessSpec(name=GROUP, argv=_group_argv(python, trial_dir.absolute(), ranks), env=env)]
+        argv = _group_argv(python, trial_dir.absolute(), ranks)
+        return [ProcessSpec(name=GROUP, argv=argv, env=env | _group_environment())]
     nodes = [
         ProcessSpec(
             name=f"node-{node}",
@@ -73,16 +74,28 @@ def environment(run: RunFile) -> dict[str, str]:
     }
 
 
+def _group_environment() -> dict[str, str]:
+    """What keeps a group of one host on that host: torchrun opens no store, and ranks talk over the loopback only."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    return {
+        "GLOO_SOCKET_IFNAME": loopback,
+        "NCCL_SOCKET_IFNAME": loopback,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
 def _group_argv(python: str, trial_dir: Path, ranks: int) -> tuple[str, ...]:
-    """A single-host torchrun group; its store and its master port are ports that the system chooses.
+    """A single-host torchrun group that meets in a file, as torch's own TCP store listens on every interface.
 
     On Linux torchrun forks the ranks, which then have torch loaded, as torchrun has. Elsewhere it starts each from
     scratch in a session of its own, which signals to the group do not reach; so ranks are told to end with torchrun.
     """
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1")
+    file = ("--rdzv-endpoint", str(trial_dir / "rendezvous"), "--rdzv-id", "trial")
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", *file)
     logs = ("--log-dir", str(trial_dir / "logs"))
     if sys.platform == "linux":
         node = ("--start-method", "fork", "--run-path", str(Path(spes_core.__file__).with_name("node.py")))
     else:
         node = ("-m", "spes_core.node")
-    return (python, *torchrun, *logs, *node, str(trial_dir / "run.json"), "--die-with-parent")
+    return (python, *torchrun, *meeting, *logs, *node, str(trial_dir / "run.json"), "--die-with-parent")

@@ -44,7 +44,7 @@ def collect() -> dict[str, Any]:
         **git_state(ROOT),
         "code_digest": code_digest(),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "packages": {name: _version(name) for name in PACKAGES},
         "hardware": hardware(),
     }

@@ -65,7 +65,7 @@ def total(events: list[Event], field: str) -> float:
     return sum(float(event[field]) for event in events)
 
 
-def mean(events: list[Event], field: str) -> float:
+def mean_of(events: list[Event], field: str) -> float:
     """Mean of a field over a non-empty list."""
     return total(events, field) / len(events)
 

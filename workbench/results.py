@@ -16,7 +16,7 @@ from spes_core.model import counting
 from workbench.curves import train_curve, validation_curve
 from workbench.durable import read_json
 from workbench.metrics import METRICS
-from workbench.recording import Recording, largest, last, mean, total
+from workbench.recording import Recording, largest, last, mean_of, total
 
 GB = 1e9
 _TIMES = ("compute", "data", "serialise", "transfer", "wait", "aggregate", "merge", "validate")
@@ -102,7 +102,7 @@ def communication(config: RunConfig, recording: Recording) -> dict[str, float | 
     nodes = list(recording.nodes)
     collective = recording.last_by_node("collective")
     if config.sync.exchange == "gradients":
-        sent = mean(list(collective.values()), "bytes_sent") / GB if collective else None
+        sent = mean_of(list(collective.values()), "bytes_sent") / GB if collective else None
         return {"comm/uplink_gb": sent, "comm/downlink_gb": sent, "comm/rounds": 0, "merge/count": 0}
     if config.sync.exchange == "none":
         return {"comm/uplink_gb": 0, "comm/downlink_gb": 0, "comm/rounds": 0, "merge/count": 0}
@@ -140,16 +140,22 @@ def memory_metrics(recording: Recording) -> dict[str, float | None]:
 
 
 def speed(config: RunConfig, recording: Recording) -> dict[str, float | None]:
-    """perf/* that come from the closing event of each node; nothing when a node has none."""
+    """perf/* that come from the closing event of each node; nothing when a node has none.
+
+    Where gradients are exchanged the collectives run inside forward and backward, so that no clock tells them from
+    computing: neither the speed of computing alone nor any share of the time is given.
+    """
     events = list(recording.last_by_node("end").values())
     if len(events) < config.world_size:
         return {}
     training_s = [event["wall_time_s"] - event["validate_s"] for event in events]
     metrics: dict[str, float | None] = {
         "perf/tokens_per_s": total(events, "tokens") / max(training_s),
-        "perf/tokens_per_s_compute": sum(event["tokens"] / event["compute_s"] for event in events),
         "perf/wall_time_s": max(event["wall_time_s"] for event in events),
     }
+    if config.sync.exchange == "gradients":
+        return metrics
+    metrics["perf/tokens_per_s_compute"] = sum(event["tokens"] / event["compute_s"] for event in events)
     for part in _SHARES:
         metrics[f"perf/share_{part}"] = total(events, f"{part}_s") / sum(training_s)
     return metrics
@@ -208,9 +214,9 @@ def predicted_memory(config: RunConfig) -> list[dict[str, Any]]:
 
 
 def mean_times(recording: Recording) -> dict[str, float]:
-    """Seconds by phase, mean over nodes."""
+    """Seconds by phase, mean over nodes; where gradients are exchanged, "compute" contains their exchange."""
     events = list(recording.last_by_node("end").values())
-    return {part: mean(events, f"{part}_s") for part in _TIMES} if events else {}
+    return {part: mean_of(events, f"{part}_s") for part in _TIMES} if events else {}
 
 
 def server_summary(recording: Recording) -> dict[str, Any]:

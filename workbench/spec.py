@@ -12,6 +12,7 @@ from spes_core.config import RunConfig, to_dict
 from spes_core.errors import ConfigError, Problem
 from spes_core.structure import build, nearest
 from workbench.compose import NAME, Composition, compose_study
+from workbench.metrics import METRICS
 from workbench.settings import Hardware, Launcher, Metrics, ReportSettings, Resources
 from workbench.sweep import Sweep, SweepKeys, combine, read_axes
 from workbench.trees import Tree, covers, leaves, lookup, merge, without
@@ -218,6 +219,8 @@ def _broken_rules(keys: _StudyKeys) -> Iterator[Problem]:
     for index, path in enumerate(keys.equal):
         if not is_setting(path):
             yield Problem(f"equal[{index}]", f"({path}) is not a setting of a run{_near(path)}")
+    if (name := keys.metrics.primary.name) not in METRICS:
+        yield Problem("metrics.primary.name", f"({name}) is not a metric{nearest(name, METRICS)}")
     if keys.report.x is not None and not is_setting(keys.report.x):
         yield Problem("report.x", f"({keys.report.x}) is not a setting of a run{_near(keys.report.x)}")
     yield from keys.resources.problems()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.durable import read_json, write_json
+from workbench.portable import portable
 from workbench.spec import Study
 from workbench.trials import Trial
 
@@ -49,7 +50,10 @@ class StudyFolder:
         return Stored(status=str(result.get("status", "new")), result=result)
 
     def write_study(self, study: Study, trials: Sequence[Trial], command: str, provenance: dict[str, Any]) -> bool:
-        """Write study.json: the question, the arms, the trials, where they come from; whether that is news."""
+        """Write study.json: the question, the arms, the trials, the code at hand; whether that is news.
+
+        Where the numbers come from is in each trial's own files; ``created_at`` stays that of the first writing.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         methods = {trial.arm: trial.config.method for trial in trials}
         report = study.report
@@ -58,7 +62,7 @@ class StudyFolder:
             "name": study.name,
             "question": study.question,
             "command": command,
-            "study_file": study.composition.source.path,
+            "study_file": portable(study.composition.source.path),
             "report": {
                 "x": report.x,
                 "log_x": report.log_x,
@@ -85,9 +89,10 @@ class StudyFolder:
         }
         file = self.path / "study.json"
         stored = _read(file)
-        if {**content, "created_at": stored.get("created_at")} == stored:
+        content["created_at"] = stored.get("created_at") or datetime.now(UTC).isoformat(timespec="seconds")
+        if content == stored:
             return False
-        write_json(file, {**content, "created_at": datetime.now(UTC).isoformat(timespec="seconds")})
+        write_json(file, content)
         return True
 
     def is_older_than(self, report: Path, trials: Sequence[Trial]) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from spes_core.errors import DataError, Problem, SpesError
 from workbench.errors import StudyError
+from workbench.portable import portable_word
 
 if TYPE_CHECKING:
     from workbench.corpora import PreparedCorpus
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return DONE
     options = parser.parse_intermixed_args(arguments)
-    command = shlex.join(["python", "-m", "workbench.study", *arguments])
+    command = shlex.join(["python", "-m", "workbench.study", *map(portable_word, arguments)])
     try:
         return run_study(options, command)
     except StudyError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,11 +85,23 @@ def combine(shared: Tree, own: Tree, prefix: str, problems: list[Problem]) -> Sw
         counts = ", ".join(f"{path} has {len(values)}" for path, values in zipped.items())
         problems.append(Problem(f"{prefix}.zip", f"must have as many values on each axis: {counts}"))
         zipped = {}
-    for index, rule in enumerate(axes.get("exclude", [])):
-        for path in rule.keys() - grid.keys() - zipped.keys():
-            known = ", ".join((*grid, *zipped)) or "none"
-            problems.append(Problem(f"{prefix}.exclude[{index}]", f"({path}) is no axis of this sweep; axes: {known}"))
+    where = f"{prefix if 'exclude' in own else 'sweep'}.exclude"
+    problems += _idle_exclusions(axes.get("exclude", []), {**grid, **zipped}, shared, where)
     return Sweep(grid=grid, zip=zipped, exclude=tuple(axes.get("exclude", [])))
+
+
+def _idle_exclusions(rules: list[Tree], axes: dict[str, Values], shared: Tree, where: str) -> Iterator[Problem]:
+    """Exclusions that can match no point: of what is no axis, or of a value that lies on none."""
+    for index, rule in enumerate(rules):
+        for path, value in rule.items():
+            # A rule of the study may be about the study's values, also under an arm with values of its own.
+            values = [*axes.get(path, ()), *(shared.get("grid", {}).get(path) or shared.get("zip", {}).get(path) or ())]
+            if path not in axes:
+                known = ", ".join(axes) or "none"
+                yield Problem(f"{where}[{index}]", f"({path}) is no axis of this sweep; axes: {known}")
+            elif value not in values:
+                shown = ", ".join(map(value_text, axes[path]))
+                yield Problem(f"{where}[{index}]", f"({path}: {value_text(value)}) lies on no axis; values: {shown}")
 
 
 def _read_values(path: str, values: Any, prefix: str, problems: list[Problem]) -> Values:

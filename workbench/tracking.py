@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import hashlib
 import json
 import os
 import sys
@@ -28,8 +27,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from spes_core.processlife import die_with_parent
+from workbench.mirrored import DATABASE, digest, note
 
-DATABASE = "mlflow.db"
 ARTIFACTS = "mlartifacts"
 MIRRORED_FILES = ("result.json", "run.json")
 
@@ -65,7 +64,9 @@ def main(argv: list[str] | None = None) -> int:
     _reply(replies, event="ready")
     for trial_dir in _trials(results_dir / arguments.study / "trials"):
         try:
-            store.mirror(trial_dir)
+            result_digest = store.mirror(trial_dir)
+            if arguments.tracking_uri is None:
+                note(trial_dir, result_digest)
             _reply(replies, event="mirrored", trial=trial_dir.name)
         except Exception as error:
             _reply(replies, event="warning", message=f"{trial_dir.name} is not in MLflow: {_first_line(error)}")
@@ -101,19 +102,23 @@ class Store:
             self._client = MlflowClient(tracking_uri=tracking_uri)
             self._experiment_id = _experiment(self._client, study, artifact_location)
 
-    def mirror(self, trial_dir: Path) -> None:
-        """Write the run of one finished trial, unless the store has it; a run of an older result is replaced."""
+    def mirror(self, trial_dir: Path) -> str:
+        """Write the run of one finished trial, unless the store has it; a run of an older result is replaced.
+
+        Returns the digest of the result that the store then has.
+        """
         content = (trial_dir / "result.json").read_bytes()
-        result, result_digest = json.loads(content), hashlib.sha256(content).hexdigest()
+        result, result_digest = json.loads(content), digest(content)
         with self._alone():
             known = self._client.search_runs(
                 [self._experiment_id], filter_string=f"tags.trial_id = '{result['trial']['id']}'"
             )
             if [run.data.tags.get(_DIGEST_TAG) for run in known] == [result_digest]:
-                return
+                return result_digest
             for run in known:
                 self._client.delete_run(run.info.run_id)
             self._write(trial_dir, result, result_digest)
+        return result_digest
 
     def _write(self, trial_dir: Path, result: dict[str, Any], result_digest: str) -> None:
         from mlflow.entities import Metric, Param

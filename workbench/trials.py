@@ -94,7 +94,7 @@ def expand(study: Study) -> list[Variant]:
                     variants.append(variant)
                 mistakes += [study.locate_run(arm, axes, problem) for problem in problems]
     if not mistakes:
-        mistakes = [*_repeated_arms(study, variants), *differences(study, variants)]
+        mistakes = [*_repeated_arms(study, variants), *differences(study, variants), *_unswept_x(study, variants)]
     if mistakes:
         raise StudyError(mistakes)
     return _distinct(variants)
@@ -155,6 +155,16 @@ def _distinct(variants: Sequence[Variant]) -> list[Variant]:
     for variant in variants:
         first.setdefault(_key(variant), variant)
     return list(first.values())
+
+
+def _unswept_x(study: Study, variants: Sequence[Variant]) -> list[str]:
+    """report.x must be an axis of some arm: a report would otherwise have nothing along it."""
+    x = study.report.x
+    axes = list(dict.fromkeys(path for variant in variants for path in variant.axes))
+    if x is None or x in axes:
+        return []
+    message = f"({x}) is no axis of any arm; axes: {', '.join(axes) or 'none'}; sweep it, or leave report.x out"
+    return [study.locate(Problem("report.x", message))]
 
 
 def _repeated_arms(study: Study, variants: Sequence[Variant]) -> list[str]:

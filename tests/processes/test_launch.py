@@ -13,18 +13,20 @@ import psutil
 import pytest
 
 from workbench.launch.forkserver import ForkLauncher
-from workbench.launch.launcher import Launcher, LaunchError, Running, stop
+from workbench.launch.launcher import Launcher, LaunchError, Running, signal_group, stop
 from workbench.launch.local import SubprocessLauncher
 from workbench.processes import ProcessSpec
 
 pytestmark = pytest.mark.processes
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the fork server ends its children with prctl")
 
 STUB = str(Path(__file__).with_name("stub.py"))
 QUICK = ("json",)
 """A fork server that loads next to nothing starts in a tenth of a second."""
 
 
-@pytest.fixture(params=["fork server", "subprocess"])
+@pytest.fixture(params=[pytest.param("fork server", marks=LINUX), "subprocess"])
 def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher]:
     with ForkLauncher(QUICK) if request.param == "fork server" else SubprocessLauncher() as launcher:
         yield launcher
@@ -87,6 +89,7 @@ def test_the_return_code_tells_exit_status_and_signal(
     assert ended(launcher, launcher.start(spec(*arguments), tmp_path / "log")) == returncode
 
 
+@LINUX
 def test_a_command_that_does_not_exist_fails_with_a_reason(fork_launcher: ForkLauncher, tmp_path: Path) -> None:
     missing = ProcessSpec(name="x", argv=("/nonexistent/python", "-c", ""), env={})
     assert ended(fork_launcher, fork_launcher.start(missing, tmp_path / "log")) == 127
@@ -98,6 +101,7 @@ def test_a_log_that_cannot_be_written_is_a_launch_error(launcher: Launcher, tmp_
         launcher.start(spec("exit", "0"), tmp_path / "missing folder" / "log")
 
 
+@LINUX
 def test_a_module_run_in_the_fork_behaves_like_python_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fork stubs").mkdir()
     (tmp_path / "fork stubs" / "probe.py").write_text(
@@ -123,6 +127,7 @@ def test_a_module_run_in_the_fork_behaves_like_python_m(tmp_path: Path, monkeypa
         assert log.read_text() == plain.stdout + plain.stderr
 
 
+@LINUX
 def test_an_exception_in_the_fork_leaves_its_traceback_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +150,7 @@ def test_stopping_kills_what_ignores_sigterm(launcher: Launcher, tmp_path: Path)
     assert 0.4 < time.monotonic() - started < 3
 
 
+@LINUX
 def test_what_a_dead_child_leaves_behind_is_killed_even_in_another_session(
     fork_launcher: ForkLauncher, tmp_path: Path
 ) -> None:
@@ -158,6 +164,7 @@ def test_closing_the_launcher_ends_every_process(launcher: Launcher, tmp_path: P
     assert process.pid is not None and is_gone(process.pid)
 
 
+@LINUX
 def test_killing_the_fork_server_ends_its_children_and_the_next_start_begins_a_new_one(
     fork_launcher: ForkLauncher, tmp_path: Path
 ) -> None:
@@ -171,6 +178,7 @@ def test_killing_the_fork_server_ends_its_children_and_the_next_start_begins_a_n
     assert fork_launcher.pid != killed
 
 
+@LINUX
 def test_a_fork_server_that_cannot_start_is_a_launch_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "psutil.py").write_text("raise RuntimeError('no psutil here')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -178,6 +186,14 @@ def test_a_fork_server_that_cannot_start_is_a_launch_error(tmp_path: Path, monke
         launcher.wait_ready()
 
 
+@LINUX
+def test_signalling_a_process_that_has_just_gone_is_no_error() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
+    gone.wait()
+    signal_group(gone.pid, signal.SIGTERM)
+
+
+@LINUX
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_no_process_outlives_the_controller(tmp_path: Path, number: int) -> None:
     """The controller runs three children, one of which has a child in a session of its own."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,16 @@ import pytest
 from spes_core.config import DataConfig, ModelConfig, RunConfig, SyncConfig, ValidationConfig
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
+from tests.processes.test_launch import wait_until
 from workbench.execute import ExecutionSettings, StopRequest, run_trial
 from workbench.launch.forkserver import ForkLauncher
 from workbench.processes import ProcessSpec
 from workbench.trials import Trial
 
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the fork server ends its children with prctl"),
+]
 
 FIRST_STEP_BAR_S = 10
 STOP_BAR_S = 10
@@ -54,18 +58,11 @@ def config(steps: int = 4, **changes: Any) -> RunConfig:
 
 
 def trial(config: RunConfig) -> Trial:
-    return Trial(id="a" * 16, name="t", study="s", arm="a", role="", axes={}, seed=0, config=config)
+    return Trial(id="a" * 16, name="t", study="s", arm="a", role="treatment", axes={}, seed=0, config=config)
 
 
 def launched(launcher: ForkLauncher) -> list[psutil.Process]:
     return psutil.Process(launcher.pid).children(recursive=True)
-
-
-def wait_until(holds: Callable[[], object], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to pass in time"
-        time.sleep(0.02)
 
 
 def run_in_background(launcher: ForkLauncher, settings: ExecutionSettings, folder: Path, config: RunConfig) -> Any:
@@ -79,7 +76,7 @@ def run_in_background(launcher: ForkLauncher, settings: ExecutionSettings, folde
     thread = threading.Thread(target=run)
     thread.start()
     first = folder / "events" / "node-0.jsonl"
-    wait_until(lambda: any(event["kind"] == "train" for event in read_events(first)))
+    wait_until(lambda: any(event["kind"] == "train" for event in read_events(first)), 60)
     return thread, result, request
 
 
@@ -89,7 +86,7 @@ def test_the_preloaded_engine_is_safe_to_fork_and_computes_in_the_child(
     assert launcher.forks, "a thread was started while the engine was loaded"
     spec = ProcessSpec(name="t", argv=(sys.executable, "-m", "timeit", "-n1", "-r1", "-s", PROBE, "probe()"), env={})
     process = launcher.start(spec, tmp_path / "log")
-    wait_until(lambda: process.returncode is not None)
+    wait_until(lambda: process.returncode is not None, 60)
     assert process.returncode == 0, (tmp_path / "log").read_text()
     assert "loaded already, gradient 6.0 with 2 threads" in (tmp_path / "log").read_text()
 
@@ -160,6 +157,33 @@ def test_a_stop_request_ends_a_training_trial_within_ten_seconds(
     thread.join(STOP_BAR_S)
     assert (result["status"], result["error"]["message"]) == ("interrupted", "stopped by SIGINT")
     assert launched(launcher) == []
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        "rounds",
+        pytest.param(
+            "gradients",
+            marks=pytest.mark.xfail(
+                strict=True, reason="torch's TCPStore listens everywhere; train/parallel.py must meet in a file"
+            ),
+        ),
+    ],
+)
+def test_nothing_listens_on_a_public_interface(
+    launcher: ForkLauncher, settings: ExecutionSettings, tmp_path: Path, exchange: str
+) -> None:
+    endless = config(steps=100_000, nodes=2, sync=SyncConfig(exchange=exchange, interval_steps=2))
+    thread, _, request = run_in_background(launcher, settings, tmp_path, endless)
+    try:
+        sockets = [socket for process in launched(launcher) for socket in process.net_connections(kind="inet")]
+        heard = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+        assert heard
+        assert all(ipaddress.ip_address(ip.removeprefix("::ffff:")).is_loopback for ip in heard), heard
+    finally:
+        request.signal = signal.SIGINT
+        thread.join(STOP_BAR_S)
 
 
 def test_no_rank_or_node_outlives_a_killed_fork_server(settings: ExecutionSettings, tmp_path: Path) -> None:

@@ -19,13 +19,16 @@ import pytest
 from spes_core.config import DataConfig, ModelConfig, RunConfig, RunFile, SyncConfig, to_dict
 from workbench.execute import ExecutionSettings, StopRequest, TrialBusy, run_trial
 from workbench.launch.forkserver import ForkLauncher
-from workbench.launch.launcher import Launcher, Running
+from workbench.launch.launcher import Launcher, LaunchError, Running
 from workbench.processes import ProcessSpec
 from workbench.progress import Progress
 from workbench.results import build_result
 from workbench.trials import Trial
 
-pytestmark = pytest.mark.processes
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the fork server ends its children with prctl"),
+]
 
 STUB = str(Path(__file__).parents[1] / "processes" / "stub.py")
 CONFIG = RunConfig(
@@ -39,7 +42,7 @@ TRIAL = Trial(
     name="spes-seed=0-01234567",
     study="a study",
     arm="spes",
-    role="candidate",
+    role="treatment",
     axes={"sync.interval_steps": 50},
     seed=0,
     config=CONFIG,
@@ -108,7 +111,7 @@ def test_a_trial_that_ends_well_is_done(launcher: Launcher, trial_dir: Path, set
         "name": "spes-seed=0-01234567",
         "study": "a study",
         "arm": "spes",
-        "role": "candidate",
+        "role": "treatment",
         "method": "spes",
         "seed": 0,
         "axes": {"sync.interval_steps": 50},
@@ -184,6 +187,24 @@ def test_a_process_that_cannot_be_started_fails_the_trial(
     assert result["status"] == "failed"
     assert "node-0 cannot be started" in result["error"]["message"]
     assert [process.returncode for process in stand_ins.started] == [-signal.SIGTERM]
+
+
+def test_a_launcher_that_never_gets_ready_fails_the_trial_and_empties_nothing(
+    launcher: Launcher, trial_dir: Path, settings: ExecutionSettings
+) -> None:
+    def never() -> None:
+        raise LaunchError("the fork server is not ready after 120 s")
+
+    assert run(launcher, TRAINS | {"node-0": ("complain",)}, trial_dir, settings)["status"] == "failed"
+    before = {path: path.read_bytes() for folder in ("logs", "events") for path in (trial_dir / folder).iterdir()}
+    stand_ins = StandIns(launcher, TRAINS)
+    stand_ins.wait_ready = never
+    for folder in (trial_dir, trial_dir.with_name("another")):
+        result = run_trial(TRIAL, folder, settings, stand_ins)
+        assert (result["status"], result["error"]["message"]) == ("failed", "the fork server is not ready after 120 s")
+        assert json.loads((folder / "result.json").read_text()) == result == build_result(folder)
+    assert before == {path: path.read_bytes() for path in before}
+    assert stand_ins.started == []
 
 
 def test_a_timeout_says_how_far_the_trial_came(

@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 from spes_core.config import DataConfig, ParallelConfig, RunConfig, RunFile, SyncConfig
 from workbench.processes import environment, plan
 
@@ -28,8 +30,18 @@ def test_gradients_are_exchanged_in_one_torchrun_group_of_all_ranks() -> None:
     config = RunConfig(nodes=2, parallel=ParallelConfig(ranks_per_node=4), sync=SyncConfig(exchange="gradients"))
     (spec,) = plan(run_file(config), Path("/t"))
     assert spec.name == "torchrun"
-    assert spec.argv[1:6] == ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
+    assert spec.argv[1:5] == ("-m", "torch.distributed.run", "--nproc-per-node", "8")
+    assert spec.argv[spec.argv.index("--local-addr") + 1] == "127.0.0.1"
     assert spec.argv[-2:] == ("/t/run.json", "--die-with-parent")
+
+
+@pytest.mark.parametrize(("platform", "loopback"), [("linux", "lo"), ("darwin", "lo0")])
+def test_the_ranks_of_a_group_talk_over_the_loopback(
+    monkeypatch: pytest.MonkeyPatch, platform: str, loopback: str
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    (spec,) = plan(run_file(RunConfig(sync=SyncConfig(exchange="gradients"))), Path("/t"))
+    assert spec.env["GLOO_SOCKET_IFNAME"] == spec.env["NCCL_SOCKET_IFNAME"] == loopback
 
 
 def test_a_relative_folder_becomes_absolute_because_processes_may_run_elsewhere() -> None:

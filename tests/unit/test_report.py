@@ -7,8 +7,10 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pypdf
@@ -20,6 +22,7 @@ from tests.reference import report_fixture as made_up
 from workbench.report.__main__ import main
 from workbench.report.render import ReportPaths, render
 from workbench.report.svg import to_svg
+from workbench.spec import Role
 
 H_VALUES = (10, 25, 50)
 SEEDS = (0, 1, 2)
@@ -268,7 +271,91 @@ def test_provenance_names_the_digest_of_every_result(study: Path, paths: ReportP
     for trial in content["trials"]:
         file = study / "trials" / trial["name"] / "result.json"
         assert trial["result_sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
-    assert content["provenance"]["commit"].startswith("3f2a9c1d")
+    assert [origin["commit"][:8] for origin in content["provenance"]] == ["3f2a9c1d"]
+
+
+def change_results(study: Path, pattern: str, change: Callable[[dict[str, Any]], None]) -> None:
+    for path in study.glob(f"trials/{pattern}/result.json"):
+        result = json.loads(path.read_text())
+        change(result)
+        path.write_text(json.dumps(result))
+
+
+def test_numbers_are_credited_to_the_trials_code_and_time_and_not_to_the_study_s(tmp_path: Path, undrawn: None) -> None:
+    study = made_up.write_study(tmp_path / "moved", seeds=[0], intervals=[10, 50], curve_points=12)
+    file = study / "study.json"
+    content = json.loads(file.read_text())
+    content["provenance"] |= {"commit": "f" * 40, "dirty": False, "code_digest": "0123456789abcdef" * 4}
+    file.write_text(json.dumps(content | {"created_at": "2030-01-01T00:00:00+00:00"}))
+    page = only_html(study)
+    assert "started 2026-11-29 · run by commit 3f2a9c1d with uncommitted changes" in page.text
+    assert "run by another version of the code than the present one" in page.text
+    assert "code 0123456789ab (the present one): no trial" in page.text
+    rows = dict(page.tables["provenance"])
+    assert rows["started"] == "2026-11-29T10:00:05+00:00"
+    assert rows["commit"].startswith("3f2a9c1d")
+    assert rows["rendered with"] == f"{'f' * 40}, without uncommitted changes, code 0123456789abcdef"
+
+
+def test_trials_of_different_code_are_named_by_code(tmp_path: Path, undrawn: None) -> None:
+    study = made_up.write_study(tmp_path / "mixed", seeds=[0], intervals=[10, 50], curve_points=12)
+    other = {"commit": "a1" * 20, "dirty": False, "code_digest": "beef" * 16}
+    change_results(study, "spes*", lambda result: result["provenance"].update(other))
+    page = only_html(study)
+    assert "run by 2 different versions of the code" in page.text
+    assert "code beefbeefbeef: 2 trials, spes" in page.text
+    assert "code c0dec0dec0de (the present one): 3 trials, centralized and dilico" in page.text
+    assert "run by commits 3f2a9c1d with uncommitted changes and a1a1a1a1" in page.text
+
+
+def test_no_sentence_claims_a_synchronization_share_where_gradients_are_exchanged_inside_the_step(
+    tmp_path: Path,
+) -> None:
+    """Not even of a result that still carries such a number."""
+    study = made_up.write_study(tmp_path / "inside", seeds=[0], intervals=[10, 50], curve_points=12)
+    claim = {"perf/tokens_per_s_compute": 1e9, "perf/share_transfer": 0.003}
+    change_results(study, "centralized*", lambda result: result["metrics"].update(claim))
+    page = only_html(study, formats=["html", "csv"])
+    (costs,) = re.findall(r"Synchronization and data loading cost.*?(?=In centralized)", plain(page.text))
+    assert re.findall(r"% \(H = 50\) in (\w+)", costs) == ["dilico", "spes"]
+    assert "centralized" not in costs
+    assert page.text.count("In centralized gradients are exchanged inside the step, which is not separable") == 2
+    with (tmp_path / "report-inside" / "figure_throughput.csv").open() as file:
+        rows = {row["label"]: row for row in csv.DictReader(file)}
+    inside = rows["centralized"]
+    assert inside["tokens_per_s_compute"] == ""
+    spent = {name for name, value in inside.items() if name.startswith("share_") and float(value) > 0}
+    assert spent == {"share_data", "share_step (compute and gradient exchange)"}
+    assert all(float(row["share_step (compute and gradient exchange)"]) == 0 for row in rows.values() if row != inside)
+
+
+def test_roles_decide_what_is_compared_with_what_and_names_do_not(tmp_path: Path, undrawn: None) -> None:
+    study = made_up.write_study(tmp_path / "roles", seeds=[0], intervals=[10, 50], curve_points=12)
+    file = study / "study.json"
+    content = json.loads(file.read_text())
+    swapped = {"dilico": "treatment", "spes": "baseline", "centralized": "reference"}
+    for entry in (*content["trials"], *content["arms"]):
+        entry["role"] = swapped[entry.get("arm") or entry["name"]]
+    file.write_text(json.dumps(content))
+    text = plain(only_html(study).text)
+    assert re.search(r"dilico (lost|gained) [\d.]+ % of validation loss against centralized", text)
+    assert "of spes's uplink bytes" in text
+    assert "of dilico's uplink bytes" not in text
+
+
+def test_fixture_is_a_study_that_the_workbench_could_have_written() -> None:
+    assert set(made_up.METHODS.values()) <= set(get_args(Role))
+
+
+def test_report_names_no_folder_of_the_machine_and_links_only_what_is_there(tmp_path: Path, undrawn: None) -> None:
+    study = made_up.write_study(tmp_path / "private", seeds=[0], intervals=[10], missing=["dilico"], curve_points=12)
+    change_results(study, "*", lambda result: result["config"]["data"].update(corpus="/home/someone/texts/novels"))
+    page = only_html(study)
+    assert "novels" in page.text
+    assert "/home" not in page.text
+    links = [link for link in page.links if "/trials/" in link]
+    assert len(links) == 2
+    assert len(page.column("trials", "trial")) == 3
 
 
 def test_same_files_give_the_same_bytes(study: Path, paths: ReportPaths, tmp_path: Path) -> None:

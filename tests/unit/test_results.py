@@ -9,7 +9,6 @@ import pytest
 
 from spes_core.config import DataConfig, MergeConfig, ModelConfig, RunConfig, RunFile, SyncConfig
 from spes_core.events import EventWriter
-from spes_core.model import counting
 from workbench.metrics import METRICS
 from workbench.results import build_result
 
@@ -77,7 +76,7 @@ def describe(folder: Path, config: RunConfig, status: str = "done") -> None:
         "name": "t",
         "study": "s",
         "arm": "spes",
-        "role": "",
+        "role": "treatment",
         "method": "spes",
         "seed": 0,
         "axes": {},
@@ -166,13 +165,17 @@ def test_validation_loss_is_the_sum_over_the_sum(result: dict[str, Any]) -> None
 
 def test_every_metric_has_the_value_computed_by_hand(result: dict[str, Any]) -> None:
     uplink = (1010 + 1010 + 1110 + 1110) / 2 / 1e9
-    predicted = [counting.run_bytes(ROUNDS, node) for node in (0, 1)]
+    # By hand, in float32: embeddings 2·300·16, final norm 16; a layer's norms 4·16, projections 4·16·16, router 16·2.
+    shared, expert = 4 * (9_600 + 16 + 2 * (64 + 1_024 + 32)), 4 * 2 * (32 * 16 + 16 * 16)
+    assert (shared, expert) == (47_424, 6_144)
+    # Each node owns one of two experts. Rounds at steps 2 and 4; only that of step 2 merges, and returns own experts.
+    predicted_uplink, predicted_downlink = 2 * (47_424 + 6_144), 2 * (47_424 + 6_144) + 6_144
     expected = {
         "train/loss": 5.0,
         "comm/uplink_gb": uplink,
         "comm/downlink_gb": 2 * 520 / 1e9,
-        "comm/uplink_predicted_gb": (predicted[0].uplink_payload_bytes + predicted[1].uplink_payload_bytes) / 2e9,
-        "comm/downlink_predicted_gb": (predicted[0].downlink_payload_bytes + predicted[1].downlink_payload_bytes) / 2e9,
+        "comm/uplink_predicted_gb": predicted_uplink / 1e9,
+        "comm/downlink_predicted_gb": predicted_downlink / 1e9,
         "comm/framing_fraction": 4 * 30 / (4 * 520 + 4240),
         "comm/rounds": 2,
         "merge/count": 1,
@@ -215,7 +218,7 @@ def test_tables_and_summaries(result: dict[str, Any]) -> None:
     } | {field: [7, 101] for field in BYTES}
     assert result["memory"]["measured"][1]["weights_bytes"] == 101
     assert [parts["node"] for parts in result["memory"]["predicted"]] == [0, 1]
-    assert result["memory"]["predicted"][0]["weights_bytes"] == counting.memory(ROUNDS, 0).weights_bytes
+    assert result["memory"]["predicted"][0]["weights_bytes"] == 47_424 + 2 * 6_144
     assert result["time_s"] == {name.removesuffix("_s"): value for name, value in SECONDS.items()} | {
         "compute": 5.0,
         "validate": 2.0,
@@ -245,10 +248,15 @@ def test_one_process_group_sends_an_equal_share_of_the_ring_bytes_in_each_step(t
         writer.write("first_step")
         writer.write("train", step=2, tokens=200, loss_nats=1.0, tokens_per_s=1.0, **TRAIN)
         writer.write("collective", steps=4, bytes_sent=8000, basis="ring formula")
+        writer.write("end", steps=4, tokens=200, wall_time_s=12.0, compute_s=5.0, validate_s=2.0, **SECONDS)
     result = build_result(trial_dir)
     assert result["curves"]["train"][0]["uplink_bytes"] == 4000
     assert result["metrics"]["comm/uplink_gb"] == result["metrics"]["comm/downlink_gb"] == 8e-6
     assert result["metrics"]["comm/rounds"] == result["metrics"]["merge/count"] == 0
+    speed = {name: value for name, value in result["metrics"].items() if name.startswith("perf/")}
+    assert speed.keys() == {"perf/tokens_per_s", "perf/wall_time_s", "perf/launch_to_first_step_s"}, (
+        "the exchange of gradients runs inside the step: no clock tells it from computing"
+    )
 
 
 def test_a_trial_without_events_has_no_metrics_and_no_exception(trial_dir: Path) -> None:

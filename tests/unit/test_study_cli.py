@@ -15,6 +15,7 @@ import pytest
 
 from workbench import campaign
 from workbench.execute import StopRequest
+from workbench.mirrored import DATABASE, digest, note
 from workbench.progress import Progress
 from workbench.store import StudyFolder
 from workbench.study import main
@@ -68,6 +69,7 @@ class Engine:
         self.errors: dict[str, dict[str, Any]] = {}
         self.ran: list[str] = []
         self.mirrored: list[str] = []
+        self.caught_up = 0
         self.reports = 0
         self.stop_after: int | None = None
 
@@ -124,8 +126,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         def add(self, trial_dir: Path) -> None:
             engine.mirrored.append(trial_dir.name)
 
-        def close(self, timeout_s: float) -> None:
-            pass
+        def close(self, timeout_s: float = 0) -> None:
+            engine.caught_up += 1
 
     monkeypatch.setattr(campaign, "run_trial", engine.run_trial)
     monkeypatch.setattr(campaign, "open_launcher", NoLauncher)
@@ -151,9 +153,9 @@ def test_no_argument_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["run.nods=2"], 'run.nods is not a setting; did you mean "nodes"?'),
-        (["run.merge.num_neighbours=8"], "run.merge.num_neighbours (8) must be below model.num_experts (8)"),
+        (["run.merge.num_neighbours=16"], "run.merge.num_neighbours (16) must be below model.num_experts (16)"),
         (["sweep.grid.sync.interval_steps=[0]"], "sweep.grid.sync.interval_steps (0) must be at least 1"),
-        (["run.data.sequence_length=64", "run.nodes=32"], "run.nodes (32) needs 32 validation sequences"),
+        (["run.data.sequence_length=128", "run.nodes=16"], "run.nodes (16) needs 16 validation sequences"),
         (
             ["run.budget_tokens=1e6", "run.data.global_batch_sequences=10000"],
             "run.data.global_batch_sequences (10000) must not exceed the",
@@ -177,7 +179,7 @@ def test_bad_setting_exits_2_with_one_line_and_creates_nothing(
         ("nodes: 2", "nods: 2", '6: run.nods is not a setting; did you mean "nodes"?'),
         ("nodes: 2", "nodes: 2\n  nodes: 4", "7: run.nodes is given twice, first on line 6; keep one"),
         ("question: What", "question: [What", "3:24: not valid YAML: "),
-        ("nodes: 2", "nodes: 3", "6: run.data.global_batch_sequences (32) must be a multiple of nodes"),
+        ("nodes: 2", "nodes: 3", "6: run.data.global_batch_sequences (16) must be a multiple of nodes"),
     ],
 )
 def test_bad_file_exits_2_with_one_line_and_creates_nothing(
@@ -307,6 +309,45 @@ def test_report_is_written_again_when_it_may_differ(study_file: Path, engine: En
         next(study_file.parent.glob("results/probe/trials/*/result.json")).touch()
     main(["probe.yaml", *(["report.tolerance=0.5"] if change == "setting" else [])])
     assert engine.reports == 2
+
+
+def test_mirror_catches_up_when_nothing_is_left_to_run_and_is_not_started_for_nothing(
+    study_file: Path, engine: Engine
+) -> None:
+    main(["probe.yaml"])
+    study_dir = study_file.parent / "results/probe"
+    main(["probe.yaml"])
+    assert engine.caught_up == 2
+    (study_dir.parent / DATABASE).touch()
+    for path in study_dir.glob("trials/*/result.json"):
+        note(path.parent, digest(path.read_bytes()))
+    main(["probe.yaml"])
+    assert engine.caught_up == 2
+    (study_dir.parent / DATABASE).unlink()
+    main(["probe.yaml"])
+    assert engine.caught_up == 3
+
+
+def test_study_keeps_when_it_was_first_written(study_file: Path, engine: Engine) -> None:
+    main(["probe.yaml"])
+    file = study_file.parent / "results/probe/study.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"created_at": "2001-02-03T04:05:06+00:00"}))
+    main(["probe.yaml", "report.tolerance=0.5"])
+    study = json.loads(file.read_text())
+    assert (study["created_at"], study["report"]["tolerance"]) == ("2001-02-03T04:05:06+00:00", 0.5)
+
+
+def test_command_and_study_file_are_without_the_folders_of_this_machine(study_file: Path, engine: Engine) -> None:
+    folder = study_file.parent
+    corpus = f"run.data.corpus={folder / 'elsewhere'}"
+    elsewhere = folder.parent / "outside.yaml"
+    elsewhere.write_text(study_file.read_text())
+    (folder / "elsewhere").symlink_to(next(line for line in study_file.read_text().split("{") if "corpus:" in line)
+                                      .split(",")[0].removeprefix("corpus: "))  # fmt: skip
+    main([str(elsewhere), corpus, "--results", str(folder / "r")])
+    study = json.loads((folder / "r/probe/study.json").read_text())
+    assert study["command"] == "python -m workbench.study outside.yaml run.data.corpus=elsewhere --results r"
+    assert study["study_file"] == "outside.yaml"
 
 
 def test_added_values_run_only_what_is_new(study_file: Path, engine: Engine) -> None:

@@ -255,7 +255,7 @@ def test_budgets_that_differ_after_rounding_to_steps_are_refused(tmp_path: Path)
     mistake = refusal(tmp_path, body, "arms.spes.data.sequence_length=120")
     assert mistake.startswith("FILE:5: run.budget_tokens in whole steps differs between arms")
     assert "centralized trains on 409600" in mistake
-    assert "spes trains on 407040" in mistake
+    assert "spes trains on 408960" in mistake
     assert variants_of(tmp_path, body, "arms.spes.data.sequence_length=64")
 
 

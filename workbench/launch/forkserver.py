@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from workbench.failures import last_words
 from workbench.launch.launcher import LaunchError, Running, child_environment, count_running
 from workbench.processes import ProcessSpec
 
@@ -134,7 +135,7 @@ class _ForkServer:
             if not self._changed.wait_for(lambda: self._ready or self.dead, _READY_TIMEOUT_S):
                 raise LaunchError(f"the fork server is not ready after {_READY_TIMEOUT_S:g} s")
         if not self._ready:
-            raise LaunchError(f"the fork server ended while it was loading: {self._last_words()}")
+            raise LaunchError(f"the fork server ended while it was loading: {last_words(self._stderr)}")
 
     def start(self, spec: ProcessSpec, log: Path) -> Running:
         with self._changed:
@@ -145,7 +146,7 @@ class _ForkServer:
         with self._changed:
             self._changed.wait_for(lambda: process.pid is not None or process.id in self._refusals or self.dead)
         if process.pid is None:
-            reason = self._refusals.get(process.id) or f"the fork server ended: {self._last_words()}"
+            reason = self._refusals.get(process.id) or f"the fork server ended: {last_words(self._stderr)}"
             raise LaunchError(f"{spec.name} cannot be started: {reason}")
         return process
 
@@ -205,8 +206,3 @@ class _ForkServer:
         self._ended += 1
         process.ended_order = self._ended
         process.returncode = returncode
-
-    def _last_words(self) -> str:
-        self._stderr.seek(0)
-        lines = self._stderr.read().decode(errors="replace").split("\n")
-        return next((line for line in reversed(lines) if line.strip()), "it said nothing")

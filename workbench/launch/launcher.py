@@ -72,6 +72,16 @@ def stop(launcher: Launcher, processes: Sequence[Running], grace_s: float = STOP
             launcher.wait(processes, left_s)
 
 
+def signal_group(pid: int, number: int) -> None:
+    """Signal the group that ``pid`` leads, or the process alone when it leads none (yet); nothing when it has gone."""
+    for send in (os.killpg, os.kill):
+        try:
+            send(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+        return
+
+
 def child_environment(extra: dict[str, str]) -> dict[str, str]:
     """This process's environment with ``extra`` on top; children may write bytecode, or every start compiles anew."""
     env = {**os.environ, **extra}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from workbench.launch.forkserver import ForkLauncher
-from workbench.launch.launcher import LaunchError, Running, child_environment, count_running, stop
+from workbench.launch.launcher import LaunchError, Running, child_environment, count_running, signal_group, stop
 from workbench.processes import ProcessSpec
 
 
@@ -56,7 +55,7 @@ class SubprocessLauncher:
         """Signal the process group of a process; nothing happens when it has ended."""
         self._poll()
         if process.returncode is None and process.pid is not None:
-            os.killpg(process.pid, number)
+            signal_group(process.pid, number)
 
     def wait(self, processes: Sequence[Running], timeout_s: float) -> None:
         """Return after ``timeout_s``, or as soon as one more of the processes has ended."""

@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 import psutil
 
 from spes_core.processlife import die_with_parent
+from workbench.launch.launcher import signal_group
 
 _KILL_DEADLINE_S = 5.0
 _SET_CHILD_SUBREAPER = 36
@@ -159,7 +160,7 @@ class Spawner:
         """Carry out one request. Returns only in a forked child what it shall run."""
         if request["do"] == "signal":
             if (pid := self._pids.get(request["id"])) is not None:
-                _signal_group(pid, request["signal"])
+                signal_group(pid, request["signal"])
             return None
         start = Start(**{name: request[name] for name in ("id", "argv", "env", "log")})
         spawner = os.getpid()
@@ -214,7 +215,7 @@ class Spawner:
             pid = info.si_pid
             if pid in started:
                 ended = True
-                _signal_group(pid, signal.SIGKILL)  # before the pid is free: what it left in its group goes with it
+                signal_group(pid, signal.SIGKILL)  # before the pid is free: what it left in its group goes with it
                 del self._pids[started[pid]]
             _, status = os.waitpid(pid, 0)
             if pid in started:
@@ -227,13 +228,13 @@ class Spawner:
         """Kill the processes that were left to the spawner by children that ended."""
         for process in psutil.Process().children():
             if process.pid not in self._pids.values():
-                _signal_group(process.pid, signal.SIGKILL)
+                signal_group(process.pid, signal.SIGKILL)
 
     def _kill_all(self) -> None:
         deadline = time.monotonic() + _KILL_DEADLINE_S
         while time.monotonic() < deadline:
             for pid in self._pids.values():
-                _signal_group(pid, signal.SIGKILL)
+                signal_group(pid, signal.SIGKILL)
             self._reap()
             self._kill_adopted()
             if not psutil.Process().children():
@@ -247,16 +248,6 @@ def _next_ended() -> Any:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
-
-
-def _signal_group(pid: int, number: int) -> None:
-    """Signal the group that ``pid`` leads, or the process alone when it leads none (yet)."""
-    for send in (os.killpg, os.kill):
-        try:
-            send(pid, number)
-        except (ProcessLookupError, PermissionError):
-            continue
-        return
 
 
 def _fork_with_log(path: str, spawner: int) -> tuple[int, int]:

@@ -16,6 +16,9 @@ from workbench.report.printing import (
     significant,
 )
 
+GRADIENTS_INSIDE = "In {arms} gradients are exchanged inside the step, which is not separable from computing"
+"""What is said of arms whose exchange no clock can tell from compute."""
+
 
 def sample(evidence: Evidence) -> str:
     """What a point is: n and the kind of interval."""
@@ -91,18 +94,30 @@ def curves(evidence: Evidence) -> str:
 
 def memory(evidence: Evidence) -> str:
     """Caption of the memory figure."""
-    return (
-        "Left: peak bytes of the largest node, measured, by part; diamonds: the predicted total. Right: peak resident"
-        " memory of the whole process, which also holds the interpreter, the libraries and the data."
+    text = (
+        "Left: bytes of the largest node by part, each at its peak and measured on its own; diamonds: the predicted"
+        " total. Right: peak resident memory of the whole process, which also holds the interpreter, the libraries and"
+        " the data."
     )
+    if evidence.gradient_series:
+        arms = join([series.label for series in evidence.gradient_series])
+        text += (
+            f" In {arms} a node holds shards; while it computes it also gathers one unit (a layer) at a time, which"
+            " the parts do not count."
+        )
+    return text
 
 
 def throughput(evidence: Evidence) -> str:
     """Caption of the throughput figure."""
-    return (
+    text = (
         "Left: global training tokens per second with synchronization (filled) and counting compute time only (hollow)."
         " Right: shares of a node's time without validation, mean over nodes and seeds."
     )
+    if evidence.gradient_series:
+        arms = join([series.label for series in evidence.gradient_series])
+        text += f" {GRADIENTS_INSIDE.format(arms=arms)}: one piece for both, and no hollow marker."
+    return text
 
 
 def load(evidence: Evidence, top: float) -> str:

@@ -17,6 +17,7 @@ from workbench.report.printing import DASH, axis_value, integer, missing, percen
 from workbench.report.resources import PARTS, largest_node
 from workbench.report.tables import arm_columns, text
 from workbench.statistics import mean
+from workbench.trees import leaves, lookup
 
 _SHOWN_LEAVES = 8
 """Settings of a matched group that are spelled out; the digest covers the rest."""
@@ -34,7 +35,7 @@ def budget_table(evidence: Evidence) -> Table | None:
         ("seeds", _by_arm(trials, lambda t: str(t.seed))),
     ]
     quantities += [
-        (path, _by_arm(trials, lambda trial, path=path: _describe(_lookup(trial.config, path))))
+        (path, _by_arm(trials, lambda trial, path=path: _describe(lookup(trial.config, path))))
         for path in evidence.study.get("equal") or []
     ]
     rows = [{"quantity": name, "value": _side_by_side(by_arm), "equal": _same(by_arm)} for name, by_arm in quantities]
@@ -82,13 +83,6 @@ def _last_point(trial: Trial, column: str) -> str:
     return integer(max(point[column] for point in points)) if points else DASH
 
 
-def _lookup(config: Mapping[str, Any], path: str) -> Any:
-    value: Any = config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
 def _describe(value: Any) -> str:
     if not isinstance(value, Mapping):
         return DASH if value is None else (integer(value) if isinstance(value, int) else axis_value(value))
@@ -102,7 +96,7 @@ def settings_table(evidence: Evidence) -> Table | None:
     """Every setting in which the arms differ, apart from x and the seed."""
     by_arm: dict[str, dict[str, dict[str, None]]] = {}
     for trial in evidence.trials:
-        for path, value in _leaves(trial.config):
+        for path, value in leaves(trial.config):
             if path not in ("seed", evidence.x_path):
                 by_arm.setdefault(path, {}).setdefault(trial.arm, {})[axis_value(value)] = None
     arms = [arm for arm in evidence.arms if any(arm in values for values in by_arm.values())]
@@ -123,14 +117,6 @@ def settings_table(evidence: Evidence) -> Table | None:
             *(Column(key=arm, heading=arm, show=text, align="left") for arm in arms),
         ),
     )
-
-
-def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def prediction_bytes_table(evidence: Evidence) -> Table | None:

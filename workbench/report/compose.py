@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from workbench.report import (
     checks,
@@ -11,6 +12,7 @@ from workbench.report import (
     figures,
     load,
     observations,
+    origins,
     resources,
     sources,
     tables,
@@ -96,15 +98,41 @@ def _section(name: str, title: str, *blocks: Block | None) -> Section | None:
 
 
 def _byline(evidence: Evidence) -> str:
-    found = dict(evidence.study.get("provenance") or {})
-    commit = str(found.get("commit") or "")[:8]
+    commits = origins.different(evidence, _short_commit)
+    started = origins.started_at(evidence)
     parts = [
         f"{len(evidence.done)} of {count(len(evidence.trials), 'trial')} finished",
         count(len(evidence.seeds), "seed"),
-        f"started {str(evidence.study.get('created_at', ''))[:10]}" if evidence.study.get("created_at") else "",
-        f"commit {commit}{' with uncommitted changes' if found.get('dirty') else ''}" if commit else "",
+        f"started {started[:10]}" if started else "",
+        f"run by commit{'s' if len(commits) > 1 else ''} {join(commits)}" if commits else "",
     ]
     return " · ".join(part for part in parts if part)
+
+
+def _short_commit(provenance: dict[str, Any]) -> str:
+    commit = str(provenance.get("commit") or "")[:8]
+    return f"{commit} with uncommitted changes" if commit and provenance.get("dirty") else commit
+
+
+def _code_warnings(evidence: Evidence) -> Iterable[Note]:
+    """Whether the trials were run by different code, or by other code than the study's present one."""
+    codes, present = origins.codes(evidence), str(origins.present(evidence).get("code_digest") or "")
+    if len(codes) > 1:
+        text = (
+            f"The trials were run by {len(codes)} different versions of the code, so differences between them may come"
+            " from the code."
+        )
+    elif codes and present and present not in codes:
+        text = "The trials were run by another version of the code than the present one, which wrote only the report."
+    else:
+        return
+    items = [
+        f"code {code[:12]}{' (the present one)' if code == present else ''}: {count(len(trials), 'trial')},"
+        f" {join(sorted({trial.arm for trial in trials}))}"
+        for code, trials in codes.items()
+    ]
+    items += [f"code {present[:12]} (the present one): no trial"] if present and present not in codes else []
+    yield Note(text=text, items=tuple(items))
 
 
 def _warnings(evidence: Evidence) -> Iterable[Note]:
@@ -116,17 +144,7 @@ def _warnings(evidence: Evidence) -> Iterable[Note]:
             text=f"{count(len(unfinished), 'trial')} of {len(evidence.trials)} gave no result ({join(kinds)}); the"
             " reasons are listed under *Trials*, and no mean contains them."
         )
-    codes = {str(t.part("provenance").get("code_digest")) for t in evidence.done} - {"None"}
-    if len(codes) > 1:
-        yield Note(
-            text=f"The trials were run by {len(codes)} different versions of the code, so differences between them may"
-            " come from the code.",
-            items=tuple(
-                f"code {code[:12]}: {count(len(own), 'trial')}, {join(sorted({t.arm for t in own}))}"
-                for code in sorted(codes)
-                if (own := [t for t in evidence.done if t.part("provenance").get("code_digest") == code])
-            ),
-        )
+    yield from _code_warnings(evidence)
     if evidence.done and evidence.reference is None:
         yield Note(text="The study has no reference arm, so losses are reported but not compared with one.")
     if evidence.strays:

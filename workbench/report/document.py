@@ -87,7 +87,7 @@ class Column:
     show: Callable[[Any], str] = str
     align: Literal["left", "right"] = "right"
     link: str | None = None
-    """Column of the frame that holds the address of each cell's link."""
+    """Column of the frame that holds the address of each cell's link; an empty address is no link."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from spes_core.errors import ConfigError, Problem
 from spes_core.events import as_float
+from workbench.trees import lookup
 
 DEFAULT_TOLERANCE = 0.02
 """Relative loss increase that counts as none where the study does not say."""
@@ -45,6 +46,11 @@ class Trial:
     def config(self) -> dict[str, Any]:
         """The resolved RunConfig as a dict."""
         return dict(self.result.get("config") or {})
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether gradients are exchanged inside every step, so that no clock tells exchange from compute."""
+        return bool(lookup(self.config, "sync.exchange") == "gradients")
 
     def part(self, name: str) -> Any:
         """A part of the result ("curves", "memory", ...), or an empty dict."""
@@ -83,6 +89,11 @@ class Cell:
     def done(self) -> list[Trial]:
         """The finished trials."""
         return [trial for trial in self.trials if trial.done]
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether gradients are exchanged inside every step of its trials."""
+        return any(trial.exchanges_gradients for trial in self.done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +182,11 @@ class Evidence:
         """The series that others are compared with: the first of role "reference"."""
         return next((series for series in self.series if series.role == "reference"), None)
 
+    @cached_property
+    def gradient_series(self) -> list[Series]:
+        """The series that exchange gradients inside every step."""
+        return list(dict.fromkeys(cell.series for cell in self.cells if cell.exchanges_gradients))
+
     def reference_cell(self, cell: Cell) -> Cell | None:
         """The reference's cell to compare ``cell`` with: at the same x where the reference has an x."""
         if self.reference is None or cell.series == self.reference:
@@ -223,7 +239,7 @@ def _read_trial(study_dir: Path, entry: Mapping[str, Any], methods: Mapping[str,
         name=name,
         arm=arm,
         method=str((result.get("trial") or {}).get("method") or methods.get(arm) or arm),
-        role=str(entry.get("role") or "arm"),
+        role=str(entry.get("role") or "treatment"),
         seed=int(entry.get("seed") or 0),
         axes=dict(entry.get("axes") or {}),
         status=status,

@@ -1,4 +1,4 @@
-"""Figures of the result: final loss against x, bytes against x, and loss against bytes."""
+"""The figure of the result, the final loss against x, and the x axis that other figures share with it."""
 
 from __future__ import annotations
 

@@ -111,17 +111,15 @@ def seed_interval(cell: Cell, metric: str) -> tuple[float | None, float | None, 
 
 
 def subject(evidence: Evidence) -> Series | None:
-    """The series that the verdict is about: the first non-reference one of method "spes", or the first other."""
+    """The series that the verdict is about: the first of role "treatment", or else the first but the reference."""
     others = [series for series in evidence.series if series != evidence.reference]
-    others = [series for series in others if series.role != "baseline"] or others
-    return next((series for series in others if series.method == "spes"), others[0] if others else None)
+    return next((series for series in others if series.role == "treatment"), others[0] if others else None)
 
 
 def baseline(evidence: Evidence) -> Series | None:
-    """What bytes and memory are measured against: the series of role "baseline", or of method dilico or diloco."""
-    others = [series for series in evidence.series if series not in (subject(evidence), evidence.reference)]
-    named = next((series for series in others if series.role == "baseline"), None)
-    return named or next((series for series in others if series.method in ("dilico", "diloco")), None)
+    """What bytes and memory are measured against: the first series of role "baseline" that is not the subject."""
+    others = [series for series in evidence.series if series != subject(evidence)]
+    return next((series for series in others if series.role == "baseline"), None)
 
 
 def same_x(evidence: Evidence, series: Series, x: object) -> Cell | None:

@@ -42,7 +42,7 @@ PART_COLOURS = {
 }  # fmt: skip
 TIME_COLOURS = {
     "compute": "#8794a5", "data": "#c9d1da", "serialise": "#e6cf8b", "transfer": "#c8963e", "wait": "#a3584a",
-    "aggregate": "#6f9478", "merge": "#3d6353",
+    "aggregate": "#6f9478", "merge": "#3d6353", "step (compute and gradient exchange)": "#8f7fa8",
 }  # fmt: skip
 
 THEME = {

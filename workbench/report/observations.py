@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from workbench.report.captions import unigram_entropy
+from workbench.report.captions import GRADIENTS_INSIDE, unigram_entropy
 from workbench.report.evidence import Evidence, Series
 from workbench.report.findings import Analysis, baseline, cell_mean, ratio, row_label, same_x, subject
 from workbench.report.printing import (
+    axis_value,
     count,
     integer,
     join,
@@ -68,14 +69,16 @@ def memory(analysis: Analysis) -> str:
 
 
 def throughput(analysis: Analysis) -> str:
-    """What synchronization costs in speed, for each series at its ends."""
+    """What synchronization costs in speed, for each series that has rounds at its ends; of the others, that no clock
+    can tell."""
     evidence = analysis.evidence
     parts = []
     for series in evidence.series:
         costs = [
             (cell, 1 - share)
             for cell in evidence.cells_of(series)
-            if (
+            if not cell.exchanges_gradients
+            and (
                 share := _ratio_of_means(
                     cell_mean(cell, "perf/tokens_per_s"), cell_mean(cell, "perf/tokens_per_s_compute")
                 )
@@ -89,7 +92,11 @@ def throughput(analysis: Analysis) -> str:
             span += f" ({setting(evidence.x_path, first.x)}) to {percent(low)} ({setting(evidence.x_path, last.x)})"
         parts.append(f"{span} in {series.label}")
     lead = "Synchronization and data loading cost, of the speed of computing alone,"
-    return f"{lead} {'; '.join(parts)}." if parts else ""
+    sentences = [f"{lead} {'; '.join(parts)}."] if parts else []
+    if evidence.gradient_series:
+        arms = join([series.label for series in evidence.gradient_series])
+        sentences.append(f"{GRADIENTS_INSIDE.format(arms=arms)}, and no cost of it is given.")
+    return " ".join(sentences)
 
 
 def _ratio_of_means(top: float | None, bottom: float | None) -> float | None:
@@ -122,7 +129,7 @@ def setup(evidence: Evidence) -> str:
     model, data, nodes = config.get("model") or {}, config.get("data") or {}, config.get("nodes")
     parts = [
         f"Every trial trains a Mixture-of-Experts decoder of {_shape(model)}",
-        f"on {integer(config.get('budget_tokens'))} tokens of *{data.get('corpus', 'unknown')}*"
+        f"on {integer(config.get('budget_tokens'))} tokens of *{axis_value(data.get('corpus', 'unknown'))}*"
         f" ({integer(data.get('global_batch_sequences'))} sequences of {data.get('sequence_length')} tokens per step)",
         f"over {count(int(nodes), 'node')}" if nodes else "",
     ]

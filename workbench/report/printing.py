@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from workbench.statistics import Interval
@@ -64,11 +65,13 @@ def metric_label(metric: str) -> str:
 
 
 def axis_value(value: Any) -> str:
-    """A value of a swept setting."""
+    """A value of a setting; of an absolute path only its last name, the rest being the machine's."""
     if value is None:
         return DASH
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, str) and value.startswith("/"):
+        return PurePath(value).name
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -177,7 +177,9 @@ def _write_tex(document: Document, report_dir: Path) -> tuple[Path, ...]:
 
 
 def _provenance(evidence: Evidence) -> dict[str, Any]:
-    """The study's provenance, and the digest of every result file that the report was made from."""
+    """The provenance of the trials, and the digest of every result file that the report was made from."""
+    from workbench.report.origins import origins, present, started_at
+
     study = evidence.study
     trials = []
     for trial in evidence.trials:
@@ -187,9 +189,16 @@ def _provenance(evidence: Evidence) -> dict[str, Any]:
     packages = ("matplotlib", "pandas", "numpy", "weasyprint", "jinja2")
     return {
         "schema": 1,
-        **{key: study.get(key) for key in ("name", "question", "command", "study_file", "created_at", "provenance")},
+        **{key: study.get(key) for key in ("name", "question", "command", "study_file", "created_at")},
+        "started_at": started_at(evidence) or None,
         "trials": trials,
-        "rendered_with": {name: importlib.metadata.version(name) for name in packages},
+        "provenance": [
+            {"trials": [trial.name for trial in origin.trials], **origin.provenance} for origin in origins(evidence)
+        ],
+        "rendered_with": {
+            "provenance": present(evidence),
+            "packages": {name: importlib.metadata.version(name) for name in packages},
+        },
     }
 
 

@@ -1,4 +1,4 @@
-"""Figures of what a method costs: memory, time and expert load."""
+"""Figures of what a method costs: memory and time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from workbench.report import captions, ink
 from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Cell, Evidence, Trial
 from workbench.report.findings import Analysis, cell_mean, row_label
-from workbench.report.printing import scale_for, significant
+from workbench.report.printing import missing, scale_for, significant
 from workbench.statistics import mean
 
 PARTS = {
     "weights": "weights_bytes", "gradients": "gradients_bytes", "moments": "moments_bytes",
     "activations": "activations_bytes", "sync buffers": "sync_buffers_bytes",
 }  # fmt: skip
+STEP = "step (compute and gradient exchange)"
+"""The part of a bar that stands for computing where the exchange runs inside it."""
 DEVICE_GB = (24, 48, 80)
 """Memory of common accelerators, drawn where the bars come near."""
 
@@ -168,7 +170,7 @@ def throughput_figure(analysis: Analysis) -> Figure | None:
 def _time_row(evidence: Evidence, cell: Cell) -> dict[str, Any]:
     shares = []
     for trial in cell.done:
-        times = {part: float(trial.part("time_s").get(part) or 0.0) for part in ink.TIME_COLOURS}
+        times = times_s(trial)
         if (total := sum(times.values())) > 0:
             shares.append({part: seconds / total for part, seconds in times.items()})
     if not shares:
@@ -177,9 +179,17 @@ def _time_row(evidence: Evidence, cell: Cell) -> dict[str, Any]:
         "arm": cell.series.label,
         "label": row_label(evidence, cell),
         "tokens_per_s": cell_mean(cell, "perf/tokens_per_s"),
-        "tokens_per_s_compute": cell_mean(cell, "perf/tokens_per_s_compute"),
+        "tokens_per_s_compute": None if cell.exchanges_gradients else cell_mean(cell, "perf/tokens_per_s_compute"),
         **{f"share_{part}": mean([share[part] for share in shares]) for part in ink.TIME_COLOURS},
     }
+
+
+def times_s(trial: Trial) -> dict[str, float]:
+    """Seconds of a node by the parts of a bar; a step that exchanges gradients inside is one part."""
+    times = {part: float(trial.part("time_s").get(part) or 0.0) for part in ink.TIME_COLOURS}
+    if trial.exchanges_gradients:
+        times |= {STEP: times["compute"], "compute": 0.0}
+    return times
 
 
 def _draw_throughput(evidence: Evidence, frame: pd.DataFrame, layout: Layout) -> matplotlib.figure.Figure:
@@ -195,11 +205,14 @@ def _draw_throughput(evidence: Evidence, frame: pd.DataFrame, layout: Layout) ->
     for index, (_, row) in zip(places, frame.iterrows(), strict=True):
         style = styles[str(row["arm"])]
         ends = [row["tokens_per_s"], row["tokens_per_s_compute"]]
-        left.plot(ends, [index] * 2, color=style.colour, linewidth=1.0, alpha=0.6)
-        left.plot(ends[1], index, marker=style.marker, markersize=5.5, mfc=ink.PAPER, mec=style.colour, mew=1.1)
+        if not missing(ends[1]):
+            left.plot(ends, [index] * 2, color=style.colour, linewidth=1.0, alpha=0.6)
+            left.plot(ends[1], index, marker=style.marker, markersize=5.5, mfc=ink.PAPER, mec=style.colour, mew=1.1)
         left.plot(ends[0], index, **ink.marker_style(style, 6))
     start = pd.Series(0.0, index=frame.index)
-    for part, colour in ink.TIME_COLOURS.items():
+    first = (STEP,) if evidence.gradient_series else ()
+    drawn = {part: ink.TIME_COLOURS[part] for part in (*first, *(part for part in ink.TIME_COLOURS if part != STEP))}
+    for part, colour in drawn.items():
         width = frame[f"share_{part}"] * 100
         right.barh(places, width, left=start, height=0.72, color=colour, edgecolor=ink.PAPER, linewidth=0.4)
         start = start + width
@@ -212,8 +225,8 @@ def _draw_throughput(evidence: Evidence, frame: pd.DataFrame, layout: Layout) ->
         axes.set_yticks(places, list(frame["label"]))
         axes.set_ylim(max(places) + 0.6, -0.6)
         axes.spines["left"].set_visible(False)
-    handles = [Rectangle((0, 0), 1, 1, color=colour, linewidth=0) for colour in ink.TIME_COLOURS.values()]
-    ink.legend(figure, handles, list(ink.TIME_COLOURS), columns=4 if layout.narrow else 7)
+    handles = [Rectangle((0, 0), 1, 1, color=colour, linewidth=0) for colour in drawn.values()]
+    ink.legend(figure, handles, list(drawn), columns=4 if layout.narrow else 8)
     return figure
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
 
+from workbench.report import origins
 from workbench.report.document import Column, Table
 from workbench.report.evidence import Evidence
 from workbench.report.printing import metric_name
@@ -14,12 +15,13 @@ from workbench.report.tables import text
 
 
 def provenance_table(evidence: Evidence) -> Table:
-    """Where the study comes from and what it ran on."""
+    """Where the numbers come from and what they were made on."""
     rows = [{"what": what, "value": value} for what, value in provenance_rows(evidence) if value]
     return Table(
         id="provenance",
         title="Provenance",
-        caption="Of the study at its start; provenance.json beside this report holds the whole of it.",
+        caption="As the trials recorded it when they ran. Rendered with: the code of the study's newest run, which"
+        " wrote this report. provenance.json beside this report holds the whole of it.",
         frame=pd.DataFrame(rows),
         columns=(
             Column(key="what", heading="", show=text, align="left"),
@@ -29,32 +31,39 @@ def provenance_table(evidence: Evidence) -> Table:
 
 
 def provenance_rows(evidence: Evidence) -> list[tuple[str, str]]:
-    """The provenance as pairs of words."""
-    study = evidence.study
-    found = dict(study.get("provenance") or {})
-    hardware = dict(found.get("hardware") or {})
-    packages = dict(found.get("packages") or {})
+    """The provenance as pairs of words; where trials differ, all of their values."""
+    present = origins.present(evidence)
     digests = {str(t.part("data").get("digest")) for t in evidence.trials if t.part("data").get("digest")}
-    gpus = hardware.get("gpus") or []
+
+    def of_trials(read: Callable[[dict[str, Any]], str]) -> str:
+        return "; ".join(origins.different(evidence, read))
+
     return [
-        ("study file", str(study.get("study_file", ""))),
-        ("started", str(study.get("created_at", ""))),
-        ("commit", f"{found.get('commit') or 'none'}{_dirty(found)}"),
-        ("code digest", str(found.get("code_digest") or "")[:16]),
+        ("study file", str(evidence.study.get("study_file", ""))),
+        ("started", origins.started_at(evidence)),
+        ("commit", of_trials(origins.commit)),
+        ("code digest", of_trials(_code)),
         ("data digest", ", ".join(sorted(digest[:16] for digest in digests))),
         ("seeds", ", ".join(str(seed) for seed in evidence.seeds)),
-        ("Python", str(found.get("python") or "")),
-        ("packages", ", ".join(f"{name} {version}" for name, version in packages.items())),
-        ("processor", _processor(hardware)),
-        ("GPUs", ", ".join(str(gpu) for gpu in gpus) if gpus else "none"),
+        ("Python", of_trials(lambda found: str(found.get("python") or ""))),
+        ("packages", of_trials(_packages)),
+        ("processor", of_trials(lambda found: _processor(found.get("hardware") or {}))),
+        ("GPUs", of_trials(_gpus)),
+        ("rendered with", ", ".join(filter(None, (origins.commit(present), f"code {_code(present)}")))),
     ]
 
 
-def _dirty(found: Mapping[str, Any]) -> str:
-    if not found.get("dirty"):
-        return ", without uncommitted changes" if found.get("commit") else ""
-    digest = str(found.get("diff_sha256") or "")[:12]
-    return f", with uncommitted changes{f' (diff {digest})' if digest else ''}"
+def _code(provenance: Mapping[str, Any]) -> str:
+    return str(provenance.get("code_digest") or "")[:16]
+
+
+def _packages(provenance: Mapping[str, Any]) -> str:
+    versions = provenance.get("packages") or {}
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+
+
+def _gpus(provenance: Mapping[str, Any]) -> str:
+    return ", ".join(str(gpu) for gpu in (provenance.get("hardware") or {}).get("gpus") or []) or "none"
 
 
 def _processor(hardware: Mapping[str, Any]) -> str:
@@ -86,7 +95,7 @@ def sources_table(evidence: Evidence) -> Table:
         (
             "tokens/s",
             "perf/tokens_per_s, perf/tokens_per_s_compute",
-            "end: tokens, wall_time_s, validate_s, compute_s",
+            "end: tokens, wall_time_s, validate_s; compute_s in arms with rounds",
         ),
         (
             "time shares",

@@ -193,18 +193,18 @@ def _signed_number(value: Any) -> str:
 
 
 def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
-    """One row per trial, whatever became of it, each linked to its folder."""
+    """One row per trial, whatever became of it, linked to its folder where there is one."""
     if not evidence.trials:
         return None
     rows = []
     for cell in evidence.cells:
         for trial in cell.trials:
-            folder = os.path.relpath(evidence.folder / "trials" / trial.name, report_dir)
             rows.append(
                 {
                     "arm": cell.series.label, "x": cell.x, "seed": trial.seed, "status": trial.status,
                     "primary": trial.metrics.get(evidence.metric), "trial": trial.name, "id": trial.id,
-                    "folder": Path(folder).as_posix() + "/", "failed": not trial.done, **trial.metrics,
+                    "folder": _link(evidence.folder / "trials" / trial.name, report_dir), "failed": not trial.done,
+                    **trial.metrics,
                 }
             )  # fmt: skip
     wire, memory = scales(evidence)
@@ -218,8 +218,8 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
     return Table(
         id="trials",
         title="All trials",
-        caption="The name links to the trial's folder: result.json holds the numbers, events/*.jsonl what they were"
-        " computed from. Wall-clock: from the first step's start to the end.",
+        caption="The name links to the trial's folder where that lies near the report: result.json holds the numbers,"
+        " events/*.jsonl what they were computed from. Wall-clock: from the first step's start to the end.",
         frame=frame,
         columns=(
             *arm_columns(evidence),
@@ -238,6 +238,14 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
         sortable=True,
         mark="failed",
     )
+
+
+def _link(folder: Path, report_dir: Path) -> str:
+    """The folder's address relative to the report; empty when there is no folder, or they share no folder."""
+    shared = Path(os.path.commonpath([folder, report_dir]))
+    if not folder.is_dir() or shared == Path(shared.anchor):
+        return ""
+    return Path(os.path.relpath(folder, report_dir)).as_posix() + "/"
 
 
 def missing_table(evidence: Evidence) -> Table | None:

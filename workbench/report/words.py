@@ -1,4 +1,4 @@
-"""Sentences composed from the numbers: the verdict, the key numbers, the abstract, and what the reader must know first.
+"""The verdict and the key numbers, composed from the data.
 
 A sentence says only what its numbers allow: without an interval it says so, and where a rule fails it says that.
 """
