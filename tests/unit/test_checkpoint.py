@@ -173,8 +173,7 @@ def test_a_full_disk_is_one_line_and_keeps_the_former_file(tmp_path: Path) -> No
         import resource, signal, sys, torch
         from pathlib import Path
         from spes_core.checkpoint import save_weights
-        from spes_core.config import ModelConfig
-from spes_core.errors import DataError
+        from spes_core.errors import DataError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         try:
