@@ -61,7 +61,10 @@ def read_hf_folder(folder: Path) -> CanonicalModel:
     if model.tie_embeddings:
         extra -= {"lm_head.weight"}  # some files hold the embedding twice
     if missing or extra:
-        what = [f"it has no {sorted(missing)[0]}"] * bool(missing) + [f"{k} is unknown" for k in sorted(extra)[:3]]
+        what = [
+            *(f"it has no {key}" for key in sorted(missing)[:2]),
+            *(f"{key} is unknown" for key in sorted(extra)[:2]),
+        ]
         raise DataError(f"{folder} does not hold the tensors of its config.json: {'; '.join(what)}")
     forms = {name: _joined([source.forms[key] for key in keys], name, folder) for name, keys in sources.items()}
     check_forms(folder, forms, tensor_shapes(model))

@@ -225,6 +225,7 @@ def _read_gguf(path: Path) -> HfModel:
     except Exception as error:
         # gguf and transformers raise many types for a torn or unknown file.
         raise DataError(f"{path} cannot be read as GGUF: {_line(error)}") from error
+    del model.config.quantization_config  # says GGUF; what was read is dequantised
     state: dict[str, Tensor] = model.state_dict()
     forms = {key: TensorForm(tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()}
     return HfModel(model.config, forms, lambda key: state[key])
