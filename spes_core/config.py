@@ -116,6 +116,18 @@ class LossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """How the initial weights come to be; they are the same on all nodes and the server."""
+
+    kind: Literal["random", "weights"] = "random"
+    """"random": drawn from seed and model.init_std; "weights": read from a file (spes_core.checkpoint, hf.upcycle)."""
+    weights: str | None = None
+    """The file, by canonical tensor names; every host of the run has it at this path."""
+    digest: str | None = None
+    """SHA-256 (hex) of the file: this, not its path, is part of a run's identity. The workbench fills it in."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartitionConfig:
     """Who trains which experts."""
 
@@ -230,6 +242,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loss: LossConfig = field(default_factory=LossConfig)
+    init: InitConfig = field(default_factory=InitConfig)
     partition: PartitionConfig = field(default_factory=PartitionConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     merge: MergeConfig = field(default_factory=MergeConfig)
@@ -262,7 +275,7 @@ class RunConfig:
         return make_partition(kind, self.model.num_experts, self.nodes)
 
 
-NOT_IDENTITY = ("method", "log", "round", "wire.chunk_bytes")
+NOT_IDENTITY = ("method", "log", "round", "wire.chunk_bytes", "init.weights")
 """Settings that change no weight and no validation; they are outside a run's identity."""
 
 _ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round")
@@ -281,6 +294,10 @@ def inapplicable(config: RunConfig) -> tuple[str, ...]:
         paths += ["outer.lr", "outer.momentum"]
     elif config.outer.kind == "sgd":
         paths += ["outer.momentum"]
+    if config.init.kind == "random":
+        paths += ["init.weights", "init.digest"]
+    else:
+        paths += ["model.init_std"]
     if config.optim.name == "sgd":
         paths += ["optim.beta1", "optim.beta2", "optim.eps"]
     return tuple(paths)

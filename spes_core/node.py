@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from spes_core.address import read_address
-from spes_core.checkpoint import save_weights
+from spes_core.checkpoint import model_metadata, save_weights
 from spes_core.config import RunConfig, RunFile, digest
 from spes_core.data.batches import TokenSource
 from spes_core.errors import ConfigError, Problem, SpesError
 from spes_core.events import EventWriter
+from spes_core.initial import fill, initial_weights
 from spes_core.model import counting
 from spes_core.model.decoder import Decoder
-from spes_core.model.initialise import initialise
 from spes_core.processlife import die_with_parent
 from spes_core.protocol.client import SyncClient
 from spes_core.train import parallel
@@ -99,7 +99,7 @@ def build_decoder(config: RunConfig, node: int, device: torch.device) -> Decoder
     partition = config.make_partition()
     experts = partition.experts_by_node[node // config.parallel.ranks_per_node]
     decoder = Decoder(config.model, experts)
-    initialise(decoder, config.seed)
+    fill(decoder, initial_weights(config))
     return decoder.to(device)
 
 
@@ -144,9 +144,14 @@ def write_start(events: EventWriter, decoder: Decoder, node: int, device: torch.
 
 
 def save_final(run: RunFile, trial_dir: Path, tensors: Mapping[str, Tensor], name: str) -> None:
-    """Keep the trained weights of the trial, with the digest of the configuration that made them."""
-    metadata = {"config_digest": digest(run.config), "trial": run.trial}
-    save_weights(trial_dir / "weights" / name, tensors, metadata)
+    """Keep the trained weights of the trial, with what they are and where they come from."""
+    config = run.config
+    origin = {
+        "trial": run.trial,
+        "config_digest": digest(config),
+        "tokens": str(config.total_steps * config.tokens_per_step),
+    }
+    save_weights(trial_dir / "weights" / name, tensors, origin | model_metadata(config.model))
 
 
 def _train_in_rounds(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ def check(config: RunConfig) -> list[Problem]:
         *_model_rules(config),
         *_batch_rules(config),
         *_merge_rules(config),
+        *_init_rules(config),
     ]
 
 
@@ -146,3 +148,11 @@ def _merge_rules(config: RunConfig) -> Iterator[Problem]:
             f"({merge.num_neighbours}) must be below model.num_experts ({num_experts}): an expert is no neighbour of"
             " itself; lower K or set merge.enabled to false",
         )
+
+
+def _init_rules(config: RunConfig) -> Iterator[Problem]:
+    init = config.init
+    if init.kind == "weights" and not init.weights:
+        yield Problem("init.weights", '(null) must be the path of a weights file where init.kind is "weights"')
+    if init.digest is not None and re.fullmatch(r"[0-9a-f]{64}", init.digest) is None:
+        yield Problem("init.digest", f"({init.digest}) must be a SHA-256, 64 lower-case hex digits; or leave it out")

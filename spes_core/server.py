@@ -24,8 +24,8 @@ from spes_core.address import ADDRESS_FILE
 from spes_core.config import RunConfig, RunFile
 from spes_core.errors import ConfigError, Problem, RoundFailed
 from spes_core.events import EventWriter
+from spes_core.initial import initial_weights
 from spes_core.model.counting import tensor_shapes
-from spes_core.model.initialise import initial_tensor
 from spes_core.processlife import die_with_parent, rss_peak_bytes
 from spes_core.protocol import channel
 from spes_core.protocol.servicer import SyncServicer
@@ -131,8 +131,10 @@ def _num_threads(config: RunConfig) -> int:
 
 
 def _initial(config: RunConfig) -> Callable[[str], Values]:
+    initial = initial_weights(config)
+
     def flat(name: str) -> Values:
-        values: Values = initial_tensor(config.model, name, config.seed).view(-1).numpy()
+        values: Values = initial(name).reshape(-1).numpy()
         return values
 
     return flat

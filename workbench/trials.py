@@ -10,10 +10,12 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from spes_core.config import DataConfig, RunConfig, digest, from_dict, inapplicable
-from spes_core.errors import ConfigError, Problem
+from spes_core.errors import ConfigError, DataError, Problem
+from spes_core.filedigest import file_digest
 from workbench.equality import differences
 from workbench.errors import StudyError
 from workbench.spec import Arm, Study
@@ -119,6 +121,26 @@ def identify(study: Study, variants: Sequence[Variant], data_digest: Callable[[C
     return trials
 
 
+def with_init_digest(config: RunConfig) -> RunConfig:
+    """The run with the digest of the weights file that it starts from, and the file's absolute path.
+
+    A file that is only on the hosts of the run is taken at its word, when the digest is given. Raises ConfigError.
+    """
+    if config.init.kind == "random" or config.init.weights is None:
+        return config
+    path, given = Path(config.init.weights).absolute(), config.init.digest
+    if given is None or path.exists():
+        try:
+            found = file_digest(path)
+        except DataError as error:
+            raise ConfigError([Problem("init.weights", f"cannot be used: {error}")]) from error
+        if given not in (None, found):
+            message = f"({given}) must be the SHA-256 of init.weights, which is {found}; correct it or leave it out"
+            raise ConfigError([Problem("init.digest", message)])
+        given = found
+    return replace(config, init=replace(config.init, weights=str(path), digest=given))
+
+
 def config_digest(config: RunConfig) -> str:
     """SHA-256 (hex) of all that decides a run's numbers except its tokens: where the corpus lies is left out."""
     return digest(replace(config, data=replace(config.data, corpus="")))
@@ -135,7 +157,7 @@ def _resolve(arm: Arm, axes: Mapping[str, Any], seed: int) -> tuple[Variant | No
         config = from_dict(_settings(arm, axes, seed))
         unread = inapplicable(config)
         read = {path: value for path, value in axes.items() if not any(covers(outer, path) for outer in unread)}
-        config = from_dict(_settings(arm, read, seed))
+        config = with_init_digest(from_dict(_settings(arm, read, seed)))
     except ConfigError as error:
         return None, error.problems
     return Variant(arm=arm, axes=read, seed=seed, config=config), ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,17 +122,44 @@ def hf_config(model: ModelConfig, max_position_embeddings: int = 4096) -> Any:
     return transformers.Qwen3MoeConfig(norm_topk_prob=model.normalize_top_k, **arguments)
 
 
+class Rows(NamedTuple):
+    """A run of rows of a canonical tensor; ``end`` None means to the last."""
+
+    name: str
+    start: int = 0
+    end: int | None = None
+
+
+def checkpoint_rows(model: ModelConfig) -> dict[str, Rows]:
+    """Every key of the checkpoint form and the canonical rows that it holds, layer by layer in canonical order."""
+    keys = _CHECKPOINT_KEYS[architecture(model)]
+    shared, hidden = dict(shared_keys(model, keys.router)), model.expert_hidden
+    rows: dict[str, Rows] = {}
+    for name in tensor_shapes(model):
+        if (parsed := parse_expert(name)) is None:
+            rows[shared[name]] = Rows(name)
+            continue
+        layer, expert, matrix = parsed
+        prefix = f"model.layers.{layer}."
+        if matrix == "gate_up":
+            rows[prefix + keys.gate.format(expert)] = Rows(name, 0, hidden)
+            rows[prefix + keys.up.format(expert)] = Rows(name, hidden, 2 * hidden)
+        else:
+            rows[prefix + keys.down.format(expert)] = Rows(name)
+    return rows
+
+
+def checkpoint_sources(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The inverse: every canonical name, in canonical order, and the keys whose rows make it up, top to bottom."""
+    sources: dict[str, tuple[str, ...]] = {}
+    for key, rows in checkpoint_rows(model).items():
+        sources[rows.name] = (*sources.get(rows.name, ()), key)
+    return sources
+
+
 def to_hf_state(model: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Canonical tensors to checkpoint form. Values are views of the given ones."""
-    keys = _CHECKPOINT_KEYS[architecture(model)]
-    state = {hf_key: tensors[name] for name, hf_key in _shared_keys(model, keys.router)}
-    for layer, expert in _experts(model):
-        prefix = f"model.layers.{layer}."
-        gate, up = tensors[expert_tensor(layer, expert, "gate_up")].chunk(2, dim=0)
-        state[prefix + keys.gate.format(expert)] = gate
-        state[prefix + keys.up.format(expert)] = up
-        state[prefix + keys.down.format(expert)] = tensors[expert_tensor(layer, expert, "down")]
-    return state
+    return {key: tensors[rows.name][rows.start : rows.end] for key, rows in checkpoint_rows(model).items()}
 
 
 def from_hf_state(model: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -140,21 +167,18 @@ def from_hf_state(model: ModelConfig, state: Mapping[str, Tensor]) -> dict[str, 
 
     Raises DataError on a missing, extra or misshapen tensor.
     """
-    keys = _CHECKPOINT_KEYS[architecture(model)]
     reader = _Reader(state)
-    found = {name: reader.take(hf_key) for name, hf_key in _shared_keys(model, keys.router)}
-    for layer, expert in _experts(model):
-        prefix = f"model.layers.{layer}."
-        halves = [reader.take(prefix + key.format(expert)) for key in (keys.gate, keys.up)]
-        found[expert_tensor(layer, expert, "gate_up")] = torch.cat(halves)
-        found[expert_tensor(layer, expert, "down")] = reader.take(prefix + keys.down.format(expert))
+    found = {}
+    for name, keys in checkpoint_sources(model).items():
+        parts = [reader.take(key) for key in keys]
+        found[name] = torch.cat(parts) if len(parts) > 1 else parts[0]
     return reader.finish(model, found)
 
 
 def to_hf_module_state(model: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Canonical tensors to module form, ready for ``load_state_dict`` of the in-memory class (tied keys left out)."""
     architecture(model)
-    state = {hf_key: tensors[name] for name, hf_key in _shared_keys(model, _MODULE_ROUTER)}
+    state = {hf_key: tensors[name] for name, hf_key in shared_keys(model, _MODULE_ROUTER)}
     for layer in range(model.num_layers):
         for matrix, stack in _MODULE_STACKS.items():
             names = [expert_tensor(layer, expert, matrix) for expert in range(model.num_experts)]
@@ -169,7 +193,7 @@ def from_hf_module_state(model: ModelConfig, state: Mapping[str, Tensor]) -> dic
     """
     architecture(model)
     reader = _Reader(state)
-    found = {name: reader.take(hf_key) for name, hf_key in _shared_keys(model, _MODULE_ROUTER)}
+    found = {name: reader.take(hf_key) for name, hf_key in shared_keys(model, _MODULE_ROUTER)}
     for layer in range(model.num_layers):
         for matrix, stack in _MODULE_STACKS.items():
             rows = reader.take(f"model.layers.{layer}.{stack}").unbind(0)
@@ -202,7 +226,7 @@ class _Reader:
         return {name: found[name] for name in shapes}
 
 
-def _shared_keys(model: ModelConfig, router: str) -> Iterator[tuple[str, str]]:
+def shared_keys(model: ModelConfig, router: str) -> Iterator[tuple[str, str]]:
     """(canonical name, Hugging Face key) of every shared tensor."""
     for name in tensor_shapes(model):
         if parse_expert(name) is None:
@@ -211,7 +235,3 @@ def _shared_keys(model: ModelConfig, router: str) -> Iterator[tuple[str, str]]:
             else:
                 _, layer, inner = name.split(".", 2)
                 yield name, f"model.layers.{layer}.{router if inner == 'router' else _LAYER[inner]}"
-
-
-def _experts(model: ModelConfig) -> Iterator[tuple[int, int]]:
-    return ((layer, expert) for layer in range(model.num_layers) for expert in range(model.num_experts))

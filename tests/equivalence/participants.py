@@ -10,8 +10,8 @@ from torch import Tensor
 
 from spes_core.config import RunConfig, from_dict
 from spes_core.events import EventWriter
+from spes_core.initial import initial_weights
 from spes_core.model.counting import tensor_shapes
-from spes_core.model.initialise import initial_tensor
 from spes_core.node import build_decoder
 from spes_core.sync.inprocess import LocalClient
 from spes_core.sync.messages import schema_of
@@ -85,8 +85,10 @@ def train_in_rounds(config: RunConfig, folder: Path, source: BatchSource | None 
     """The final weights of every node of a run with rounds, the nodes being threads of this process."""
     schema = schema_of(tensor_shapes(config.model))
 
+    initial_tensor = initial_weights(config)
+
     def initial(name: str) -> object:
-        return initial_tensor(config.model, name, config.seed).view(-1).numpy()
+        return initial_tensor(name).reshape(-1).numpy()
 
     server = ParameterServer(config, schema, initial, lambda kind, **fields: None)  # type: ignore[arg-type]
     decoders = [build_decoder(config, node, CPU) for node in range(config.nodes)]

@@ -132,7 +132,7 @@ def test_every_mistake_is_listed_at_once_with_its_line(study_file: Path) -> None
     )
     assert mistakes(study_file) == (
         'FILE:4: defaults[0] (model/tinny) names no config of the group model; did you mean "tiny"?;'
-        " valid names: small, tiny",
+        " valid names: 1b, 2b, 7b, 9b, small, tiny",
         "FILE:6: run.nodes ('four') must be a whole number",
         'FILE:7: run.merge.alfa is not a setting; did you mean "alpha"?',
         "FILE:7: run.merge.num_neighbours (8) must be below model.num_experts (8): an expert is no neighbour of itself;"
