@@ -98,7 +98,7 @@ def build_decoder(config: RunConfig, node: int, device: torch.device) -> Decoder
     """The decoder of one node with its initial weights, which are the same on all nodes."""
     partition = config.make_partition()
     experts = partition.experts_by_node[node // config.parallel.ranks_per_node]
-    decoder = Decoder(config.model, experts)
+    decoder = Decoder(config.model, experts, compute=config.compute, frozen=config.frozen)
     initialise(decoder, config.seed)
     return decoder.to(device)
 

@@ -134,6 +134,13 @@ def _batch_rules(config: RunConfig) -> Iterator[Problem]:
             f"({config.budget_tokens}) must be at least one step: data.global_batch_sequences × data.sequence_length"
             f" = {config.tokens_per_step}",
         )
+    in_one_process = config.sync.exchange != "gradients" and config.parallel.ranks_per_node == 1
+    if config.optim.name in ("muon", "adamw_8bit") and not in_one_process:
+        yield Problem(
+            "optim.name",
+            f'("{config.optim.name}") needs whole parameters in one process: sync.exchange other than "gradients" and'
+            " parallel.ranks_per_node 1; or use adamw",
+        )
     if config.parallel.ranks_per_node > 1 and config.sync.exchange != "gradients":
         yield Problem(
             "parallel.ranks_per_node",

@@ -46,8 +46,8 @@ class ModelOutput(NamedTuple):
 class Decoder(nn.Module):
     """A Mixture-of-Experts decoder that trains the experts in ``trained_experts`` and all shared tensors.
 
-    Weights are fp32 (frozen experts in ``frozen.dtype``) and uninitialised (see `initialise`). Shared parameters carry their canonical names
-    (spes_core.names); experts lie in stacked banks, `tensors` gives each its own name.
+    Weights are fp32 (frozen experts in ``frozen.dtype``) and uninitialised (see `initialise`). Shared parameters carry
+    their canonical names (spes_core.names); experts lie in stacked banks, `tensors` gives each its own name.
     """
 
     def __init__(
@@ -95,11 +95,6 @@ class Decoder(nn.Module):
             router_z_loss=router_z_loss.detach(),
             expert_tokens_LE=expert_tokens_LE,
         )
-
-    @torch.no_grad()
-    def count_expert_tokens(self, tokens_BT: Tensor) -> Tensor:
-        """Tokens that each layer would send to each expert, (L, E), int64: a forward pass without the losses."""
-        return self._run_layers(tokens_BT)[3]
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:

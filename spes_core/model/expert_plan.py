@@ -38,7 +38,7 @@ class Plan:
         return _bank_order(self.trained, self.num_experts)
 
     def sort_slots(self, experts_NK: Tensor) -> Tensor:
-        """Slots (S,) in the order of their expert: by index, or trained ones first when staged. Ties keep their order."""
+        """Slots (S,) in the order of their expert: by index, or trained ones first when staged; stable."""
         keys_S = experts_NK.reshape(-1)
         if self.staged and self.trained not in ((), tuple(range(self.num_experts))):
             position = {expert: place for place, expert in enumerate(self.bank_order)}
@@ -53,6 +53,8 @@ def _bank_order(trained: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
 
 
 class Gradients(NamedTuple):
+    """Of the input, the router weights and the trained bank (None: there is none)."""
+
     x_ND: Tensor
     weights_NK: Tensor
     gate_up_XFD: Tensor | None

@@ -31,7 +31,8 @@ def run_experts(
     if torch.compiler.is_compiling():
         kept = plan.keep_hidden and torch.is_grad_enabled()
         of_plan = (list(plan.trained), kept, plan.staged, plan.compiled)
-        return _operator(x_ND, weights_NK, slots_S, expert_tokens_E, *banks, *of_plan)[0]
+        compiled_ND: Tensor = _operator(x_ND, weights_NK, slots_S, expert_tokens_E, *banks, *of_plan)[0]
+        return compiled_ND
     output: Tensor = _ExpertsFunction.apply(  # type: ignore[no-untyped-call]
         x_ND, weights_NK, slots_S, expert_tokens_E, plan, torch.is_grad_enabled(), *banks
     )

@@ -10,7 +10,6 @@ gradient: d weight = Σ_i h_i · (grad @ down)_i.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -57,6 +56,7 @@ def loop_backward(
     banks: Banks,
     plan: Plan,
 ) -> Gradients:
+    """`loop_forward` backwards; without ``pre_SF`` its product is taken again."""
     grad_banks = [None if bank is None else torch.empty_like(bank) for bank in banks[:2]]
     grad_rows = dict(zip(plan.trained, _rows(*grad_banks), strict=True))
     tokens_S, slot_weights_S1 = sorted_slots(weights_NK, slots_S)

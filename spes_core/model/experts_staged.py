@@ -23,8 +23,8 @@ from spes_core.model.expert_plan import Banks, Gradients, Plan, mm_into, sorted_
 class _Slots:
     """The slots of a staged layer: trained experts first; products of each bank's share with its matrices.
 
-    On CUDA in bfloat16 the experts of a bank are one grouped product, whose bounds stay on the device; only where one bank ends and the
-    next begins must the host know, and only a layer that has both asks. Elsewhere it is a loop over experts.
+    On CUDA in bfloat16 the experts of a bank are one grouped product, whose bounds stay on the device; the host must
+    know only where one bank ends and the next begins, so only a layer that has both asks. Elsewhere it is a loop.
     """
 
     def __init__(self, weights_NK: Tensor, slots_S: Tensor, expert_tokens_E: Tensor, banks: Banks, plan: Plan) -> None:
@@ -64,7 +64,7 @@ class _Slots:
         return output_SB
 
     def weight_gradient(self, left_SA: Tensor, right_SB: Tensor, like_XAB: Tensor | None) -> Tensor | None:
-        """leftᵀ @ right over the rows of each trained expert, in the dtype of its weights; None without a trained bank."""
+        """leftᵀ @ right over the rows of each trained expert, in the dtype of its weights; None without any."""
         if like_XAB is None:
             return None
         if _can_group(left_SA):
@@ -110,6 +110,7 @@ def staged_forward(
     plan: Plan,
     keep_hidden: bool,
 ) -> tuple[Tensor, Tensor | None]:
+    """The output (N, D), and the pre-activations (S, F) when they are to be kept."""
     slots = _Slots(weights_NK, slots_S, expert_tokens_E, banks, plan)
     pre_SF = slots.products(x_ND.index_select(0, slots.tokens_S), banks[0], banks[2])
     hidden_SI = _stage(_weighted_hidden, plan)(pre_SF, slots.weights_S1)
@@ -127,6 +128,7 @@ def staged_backward(
     banks: Banks,
     plan: Plan,
 ) -> Gradients:
+    """`staged_forward` backwards; without ``pre_SF`` its product is taken again."""
     gate_up_XFD, down_XDI, frozen_gate_up_XFD, frozen_down_XDI = banks
     slots = _Slots(weights_NK, slots_S, expert_tokens_E, banks, plan)
     x_SD = x_ND.index_select(0, slots.tokens_S)

@@ -31,7 +31,7 @@ class Routing(NamedTuple):
     expert_tokens_E: Tensor
     """Tokens sent to each expert, int64; sums to N·K."""
     balance_loss: Tensor
-    """E · Σ_e f_e·p_e / K with f_e the share of the tokens sent to e and p_e the mean router probability: 1 when uniform.
+    """E · Σ_e f_e·p_e / K with f_e the share of tokens sent to e, p_e the mean router probability: 1 when uniform.
 
     The shares are those of the node's whole batch as far as `route` is told of other micro-batches; no gradient
     flows through them, so the loss is linear in the micro-batch."""
@@ -160,7 +160,7 @@ class Experts(nn.Module):
 
     def forward(self, x_ND: Tensor, routing: Routing) -> Tensor:
         """Σ_k weight · expert(x) for each token, (N, D)."""
-        banks = (self.trained_gate_up, self.trained_down, self.frozen_gate_up, self.frozen_down)
+        banks: list[Any] = [self.trained_gate_up, self.trained_down, self.frozen_gate_up, self.frozen_down]
         plan = self._grouped_plan if x_ND.is_cuda else self.plan
         slots_S = plan.sort_slots(routing.experts_NK)
         return run_experts(x_ND, routing.weights_NK, slots_S, routing.expert_tokens_E, banks, plan)
