@@ -149,14 +149,14 @@ def _turned(bank_XAB: Tensor | None) -> Tensor | None:
 
 def _weighted_hidden(pre_SF: Tensor, weights_S1: Tensor) -> Tensor:
     """weight · silu(gate) · up, (S, I); nothing is written in place, so that it can be compiled into one pass."""
-    gate_SI, up_SI = pre_SF.float().chunk(2, dim=1)
+    gate_SI, up_SI = _wide(pre_SF).chunk(2, dim=1)
     return (silu(gate_SI) * up_SI * weights_S1).to(pre_SF.dtype)
 
 
 def _hidden_backward(pre_SF: Tensor, grad_hidden_SI: Tensor, weights_S1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """From g = grad @ down: d pre (S, F), weight·h (S, I), d weight (S, 1); see experts_loop for the equations."""
-    gate_SI, up_SI = pre_SF.float().chunk(2, dim=1)
-    sigmoid_SI, grad_SI = gate_SI.sigmoid(), grad_hidden_SI.float()
+    gate_SI, up_SI = _wide(pre_SF).chunk(2, dim=1)
+    sigmoid_SI, grad_SI = gate_SI.sigmoid(), _wide(grad_hidden_SI)
     silu_SI = gate_SI * sigmoid_SI
     hidden_SI = silu_SI * up_SI
     grad_weights_S1 = (grad_SI * hidden_SI).sum(1, keepdim=True)
@@ -164,6 +164,11 @@ def _hidden_backward(pre_SF: Tensor, grad_hidden_SI: Tensor, weights_S1: Tensor)
     grad_gate_SI = grad_SI * up_SI * (sigmoid_SI * (1 + gate_SI * (1 - sigmoid_SI)))
     grad_pre_SF = torch.cat((grad_gate_SI, grad_SI * silu_SI), dim=1).to(pre_SF.dtype)
     return grad_pre_SF, (hidden_SI * weights_S1).to(pre_SF.dtype), grad_weights_S1
+
+
+def _wide(values: Tensor) -> Tensor:
+    """In fp32, or better where they are."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def _stage(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
