@@ -30,6 +30,7 @@ from spes_core.hf.layout import hf_config, to_hf_module_state
 from spes_core.model import counting
 from spes_core.model.decoder import Decoder
 from spes_core.model.initialise import initialise
+from spes_core.train.allocator import keep_freed_memory
 from spes_core.train.step import make_optimizer, train_step
 
 BASE = ModelConfig(
@@ -199,6 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=None, help="steps of each row; default 9, 5 for the larger shapes")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()  # as a node does; both sides gain by it
     print(f"torch {torch.__version__}, {arguments.threads} threads, load average {os.getloadavg()[0]:.1f}")
     began_s = time.perf_counter()
     everyone = tuple(range(BASE.num_experts))

@@ -28,6 +28,7 @@ from spes_core.processlife import die_with_parent
 from spes_core.protocol.client import SyncClient
 from spes_core.server import read_address
 from spes_core.train import parallel
+from spes_core.train.allocator import keep_freed_memory
 from spes_core.train.exchange import Exchange
 from spes_core.train.loop import Place, Training
 
@@ -64,6 +65,7 @@ def run_node(run: RunFile, trial_dir: Path, node: int) -> None:
     torch.set_num_threads(run.threads)
     torch.manual_seed(config.seed)
     device = choose_device(run.device)
+    keep_freed_memory()
     events = EventWriter(trial_dir / "events" / f"node-{node}.jsonl")
     try:
         decoder = build_decoder(config, node, device)
