@@ -75,14 +75,18 @@ class DataConfig:
     """Tokens in one training sequence."""
     global_batch_sequences: int = 32
     """Sequences in one step over all nodes; a multiple of nodes × parallel.ranks_per_node."""
+    micro_batch_sequences: int | None = None
+    """Sequences of one forward and backward pass of one process, whose gradients add up over the step; a divisor of
+    its share of the global batch. Null: all at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """The inner optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer."""
+    name: Literal["adamw", "adamw_8bit", "muon", "sgd"] = "adamw"
+    """Optimizer: AdamW; AdamW with 8-bit moments (needs the extra "eightbit"); Muon for matrices, each expert on its
+    own, and AdamW for embeddings, router and norms; SGD."""
     lr: float = 3e-3
     """Highest learning rate."""
     beta1: float = 0.9
@@ -111,6 +115,9 @@ class LossConfig:
     """Square of the log-partition of the output softmax."""
     balance_weight: float = 0.01
     """Load balancing over experts: per layer E · Σ_e f_e·p_e / top_k, mean over layers."""
+    balance_fractions: Literal["accumulated", "whole_batch"] = "accumulated"
+    """Tokens behind the shares f_e where micro-batches add up: "accumulated": this micro-batch and those before it
+    in the step (arXiv 2501.11873), at no cost; "whole_batch": all of the step, from one forward pass more."""
     router_z_weight: float = 1e-3
     """Square of the log-partition of the router softmax."""
 
@@ -196,8 +203,22 @@ class RoundConfig:
 class FrozenConfig:
     """How a node stores the experts that it does not train."""
 
-    dtype: Literal["float32"] = "float32"
-    """Storage type of frozen experts."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage type of frozen experts; they are rounded to it when they arrive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """How one process computes a step."""
+
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and of matrix products; weights that are trained, norms, router softmax and losses stay
+    float32 always. "bfloat16" is for GPUs: most CPUs are slower in it."""
+    activation_checkpointing: Literal["none", "selective", "block"] = "none"
+    """What is made again in the backward pass instead of kept: nothing; the hidden layer of the experts (the largest
+    part, for one product in nine of theirs); all of a layer but its input (for a third more FLOPs)."""
+    compile: bool = False
+    """Whether layers go through torch.compile: faster steps after a first one that takes a minute on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +271,7 @@ class RunConfig:
     wire: WireConfig = field(default_factory=WireConfig)
     round: RoundConfig = field(default_factory=RoundConfig)
     frozen: FrozenConfig = field(default_factory=FrozenConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -263,6 +285,12 @@ class RunConfig:
     def total_steps(self) -> int:
         """Optimizer steps that every node takes."""
         return self.budget_tokens // self.tokens_per_step
+
+    @property
+    def micro_batch_sequences(self) -> int:
+        """Sequences of one forward and backward pass of one process."""
+        share = self.data.global_batch_sequences // self.world_size
+        return min(share, self.data.micro_batch_sequences or share)
 
     @property
     def world_size(self) -> int:
@@ -300,6 +328,8 @@ def inapplicable(config: RunConfig) -> tuple[str, ...]:
         paths += ["model.init_std"]
     if config.optim.name == "sgd":
         paths += ["optim.beta1", "optim.beta2", "optim.eps"]
+    if config.data.micro_batch_sequences is None or config.loss.balance_weight == 0:
+        paths += ["loss.balance_fractions"]
     return tuple(paths)
 
 

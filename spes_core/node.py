@@ -28,6 +28,7 @@ from spes_core.model.decoder import Decoder
 from spes_core.processlife import die_with_parent
 from spes_core.protocol.client import SyncClient
 from spes_core.train import parallel
+from spes_core.train.allocator import keep_freed_memory
 from spes_core.train.exchange import Exchange
 from spes_core.train.loop import Place, Training
 
@@ -64,6 +65,7 @@ def run_node(run: RunFile, trial_dir: Path, node: int) -> None:
     torch.set_num_threads(run.threads)
     torch.manual_seed(config.seed)
     device = choose_device(run, node)
+    keep_freed_memory()
     events = EventWriter(trial_dir / "events" / f"node-{node}.jsonl")
     try:
         decoder = build_decoder(config, node, device)
@@ -98,7 +100,7 @@ def build_decoder(config: RunConfig, node: int, device: torch.device) -> Decoder
     """The decoder of one node with its initial weights, which are the same on all nodes."""
     partition = config.make_partition()
     experts = partition.experts_by_node[node // config.parallel.ranks_per_node]
-    decoder = Decoder(config.model, experts)
+    decoder = Decoder(config.model, experts, compute=config.compute, frozen=config.frozen)
     fill(decoder, initial_weights(config))
     return decoder.to(device)
 

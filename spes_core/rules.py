@@ -127,11 +127,25 @@ def _batch_rules(config: RunConfig) -> Iterator[Problem]:
             f"({config.data.global_batch_sequences}) must be a multiple of nodes × parallel.ranks_per_node"
             f" ({config.world_size}), so that every process gets whole sequences",
         )
+    share, micro = config.data.global_batch_sequences // config.world_size, config.data.micro_batch_sequences
+    if micro is not None and (micro < 1 or share % micro):
+        yield Problem(
+            "data.micro_batch_sequences",
+            f"({micro}) must divide the sequences of one process in one step, data.global_batch_sequences / (nodes ×"
+            f" parallel.ranks_per_node) = {share}; or null for all at once",
+        )
     if config.total_steps < 1:
         yield Problem(
             "budget_tokens",
             f"({config.budget_tokens}) must be at least one step: data.global_batch_sequences × data.sequence_length"
             f" = {config.tokens_per_step}",
+        )
+    in_one_process = config.sync.exchange != "gradients" and config.parallel.ranks_per_node == 1
+    if config.optim.name in ("muon", "adamw_8bit") and not in_one_process:
+        yield Problem(
+            "optim.name",
+            f'("{config.optim.name}") needs whole parameters in one process: sync.exchange other than "gradients" and'
+            " parallel.ranks_per_node 1; or use adamw",
         )
     if config.parallel.ranks_per_node > 1 and config.sync.exchange != "gradients":
         yield Problem(

@@ -35,9 +35,9 @@ class Attention(nn.Module):
     def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Attend; ``rotation`` comes from `rotation_tables` for at least T positions. Returns (B, T, D)."""
         batch, length, _ = x_BTD.shape
-        q_BTHC = linear(x_BTD, self.q).view(batch, length, self.num_heads, self.head_dim)
-        k_BTGC = linear(x_BTD, self.k).view(batch, length, self.num_kv_heads, self.head_dim)
-        v_BTGC = linear(x_BTD, self.v).view(batch, length, self.num_kv_heads, self.head_dim)
+        q_BTHC = linear(x_BTD, self.q.to(x_BTD.dtype)).view(batch, length, self.num_heads, self.head_dim)
+        k_BTGC = linear(x_BTD, self.k.to(x_BTD.dtype)).view(batch, length, self.num_kv_heads, self.head_dim)
+        v_BTGC = linear(x_BTD, self.v.to(x_BTD.dtype)).view(batch, length, self.num_kv_heads, self.head_dim)
         if self.qk_norm != "none":
             q_BTHC = self._normalise(q_BTHC, self.q_norm)
             k_BTGC = self._normalise(k_BTGC, self.k_norm)
@@ -49,7 +49,7 @@ class Attention(nn.Module):
             is_causal=True,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
-        return linear(y_BHTC.transpose(1, 2).reshape(batch, length, -1), self.o)
+        return linear(y_BHTC.transpose(1, 2).reshape(batch, length, -1), self.o.to(x_BTD.dtype))
 
     def _normalise(self, x_BTHC: Tensor, weight: Tensor) -> Tensor:
         if self.qk_norm == "per_head":
@@ -58,17 +58,17 @@ class Attention(nn.Module):
 
 
 def rotation_tables(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position · theta^(−2i/C), both (T, H, P), with the device and dtype of ``like``.
+    """Cosines and sines of position · theta^(−2i/C), both (T, H, P), on the device of ``like``, in its dtype or fp32.
 
     They are repeated over heads, since on CPU broadcasting over short rows costs more than reading a larger table.
     Angles are taken in fp32.
     """
-    width = config.resolved_head_dim
+    width, dtype = config.resolved_head_dim, torch.promote_types(like.dtype, torch.float32)
     frequency_P = config.rope_theta ** -(torch.arange(0, width, 2, device=like.device).float() / width)
     angle_TP = torch.outer(torch.arange(length, device=like.device).float(), frequency_P)
     shape = (length, config.num_heads, width // 2)
     return tuple(  # type: ignore[return-value]
-        table_TP.to(like.dtype)[:, None].expand(shape).contiguous() for table_TP in (angle_TP.cos(), angle_TP.sin())
+        table_TP.to(dtype)[:, None].expand(shape).contiguous() for table_TP in (angle_TP.cos(), angle_TP.sin())
     )
 
 
@@ -76,6 +76,11 @@ def rotate(x_BTHC: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary position embedding (Su et al., arXiv 2104.09864); rotate-half: element i is paired with i + C/2."""
     _, length, heads, _ = x_BTHC.shape
     cos, sin = rotation
+    if torch.compiler.is_compiling() or x_BTHC.dtype != cos.dtype:
+        cos_THP, sin_THP = cos[:length, :heads], sin[:length, :heads]
+        first, second = x_BTHC.chunk(2, -1)
+        turned = torch.cat((first * cos_THP - second * sin_THP, second * cos_THP + first * sin_THP), -1)
+        return turned.to(x_BTHC.dtype)
     output: Tensor = _Rotation.apply(x_BTHC, cos[:length, :heads], sin[:length, :heads])  # type: ignore[no-untyped-call]
     return output
 

@@ -5,16 +5,17 @@ Every figure has a measured counterpart in events, and reports show the two side
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 
-from spes_core.config import ModelConfig, RunConfig
-from spes_core.names import expert_of, expert_tensor, layer_of
+from spes_core.config import ComputeConfig, ModelConfig, OptimConfig, RunConfig
+from spes_core.names import expert_of, expert_tensor, layer_of, parse_expert
 from spes_core.partition import downloads
 from spes_core.schedules import merge_steps, round_steps
 
 FLOAT32_BYTES = 4
+BFLOAT16_BYTES = 2
 INT64_BYTES = 8
 
 
@@ -156,20 +157,53 @@ def memory(config: RunConfig, node: int) -> MemoryParts:
     model = config.model
     shapes = tensor_shapes(model)
     trained = trained_tensors(config, node)
-    moments = 2 if config.optim.name == "adamw" else 0
     if config.sync.exchange == "gradients":
-        weights = trained_elements = _shard_elements(model, config.world_size)
+        trained_elements, frozen_elements = _shard_elements(model, config.world_size), 0
+        moments = FLOAT32_BYTES * trained_elements * _MOMENTS[config.optim.name]
     else:
-        weights = sum(map(prod, shapes.values()))
         trained_elements = sum(prod(shapes[name]) for name in trained)
-    sequences = config.data.global_batch_sequences // config.world_size
+        frozen_elements = sum(map(prod, shapes.values())) - trained_elements
+        moments = moments_bytes(config.optim, {name: shapes[name] for name in trained})
+    frozen_width = BFLOAT16_BYTES if config.frozen.dtype == "bfloat16" else FLOAT32_BYTES
+    sequences, length = config.micro_batch_sequences, config.data.sequence_length
     return MemoryParts(
-        weights_bytes=FLOAT32_BYTES * weights,
+        weights_bytes=FLOAT32_BYTES * trained_elements + frozen_width * frozen_elements,
         gradients_bytes=FLOAT32_BYTES * trained_elements,
-        moments_bytes=FLOAT32_BYTES * moments * trained_elements,
-        activations_bytes=activation_bytes(model, sequences, config.data.sequence_length),
+        moments_bytes=moments,
+        activations_bytes=activation_bytes(model, sequences, length, config.compute),
         sync_buffers_bytes=sync_buffers_bytes(config),
     )
+
+
+_MOMENTS = {"adamw": 2, "adamw_8bit": 2, "muon": 2, "sgd": 0}
+"""Moments of one element, in float32 unless `moments_bytes` says otherwise."""
+_BLOCK_8BIT, _SMALLEST_8BIT, _LOOKUP_8BIT = 256, 4096, 256
+
+
+def moments_bytes(optim: OptimConfig, trained: Mapping[str, tuple[int, ...]]) -> int:
+    """Bytes of the optimizer's moments of the trained tensors; the experts of a layer are one tensor per matrix.
+
+    8 bits: one byte a value, a float32 scale for each 256 of them and a look-up table of 256; tensors that are small
+    or no multiple of 256 stay float32 (torchao). Muon keeps one moment of what it takes.
+    """
+    elements: dict[str, int] = {}
+    for name, shape in trained.items():
+        parsed = parse_expert(name)
+        parameter = name if parsed is None else f"layers.{parsed[0]}.experts.{parsed[2]}"
+        elements[parameter] = elements.get(parameter, 0) + prod(shape)
+    total = 0
+    for name, size in elements.items():
+        moments = 1 if optim.name == "muon" and uses_muon(name) else _MOMENTS[optim.name]
+        bytes_each = FLOAT32_BYTES * size
+        if optim.name == "adamw_8bit" and size >= _SMALLEST_8BIT and size % _BLOCK_8BIT == 0:
+            bytes_each = size + FLOAT32_BYTES * (size // _BLOCK_8BIT + _LOOKUP_8BIT)
+        total += moments * bytes_each
+    return total
+
+
+def uses_muon(name: str) -> bool:
+    """Whether Muon takes this parameter: matrices of attention and experts; AdamW has embeddings, routers and norms."""
+    return layer_of(name) is not None and (".experts." in name or name.rsplit(".", 1)[-1] in ("q", "k", "v", "o"))
 
 
 def sync_buffers_bytes(config: RunConfig) -> int:
@@ -195,37 +229,51 @@ def _shard_elements(model: ModelConfig, ranks: int) -> int:
     return elements
 
 
-def activation_bytes(model: ModelConfig, sequences: int, sequence_length: int) -> int:
+def activation_bytes(
+    model: ModelConfig, sequences: int, sequence_length: int, compute: ComputeConfig | None = None
+) -> int:
     """Bytes that autograd keeps at the end of a forward pass: exact, whatever the routing, since no token is dropped.
 
     Counted are the tensors that attention, norms, router, experts and loss save, each storage once; not counted
     are weights, the input tokens, the rotation tables, and the gradient of the unembedding, which the loss makes
-    during the forward pass and which is counted with the gradients.
+    during the forward pass and which is counted with the gradients. Exact for eager float32 on a CPU; compiled or
+    bfloat16 layers keep what their kernels save, for which this is an estimate. With activation checkpointing the
+    backward pass adds what it makes again, one layer at a time: `recomputed_bytes`.
     """
+    compute = compute or ComputeConfig()
     tokens = sequences * sequence_length
-    per_token = model.num_layers * _layer_activation_bytes(model) + _head_activation_bytes(model)
-    per_layer = model.num_experts * INT64_BYTES
-    return tokens * per_token + model.num_layers * per_layer
+    width = BFLOAT16_BYTES if compute.precision == "bfloat16" else FLOAT32_BYTES
+    head = tokens * (2 * width * model.d_model + FLOAT32_BYTES)  # the final norm's input and scale, its gradient
+    if compute.activation_checkpointing == "block":
+        return model.num_layers * tokens * width * model.d_model + head
+    keeps_hidden = compute.activation_checkpointing == "none"
+    return model.num_layers * _layer_activation_bytes(model, tokens, width, keeps_hidden) + head
 
 
-def _layer_activation_bytes(model: ModelConfig) -> int:
-    """Bytes per token that one layer keeps."""
+def recomputed_bytes(model: ModelConfig, sequences: int, sequence_length: int, compute: ComputeConfig) -> int:
+    """Bytes that the backward pass makes again and holds at one time, one layer's; beside `activation_bytes`."""
+    tokens = sequences * sequence_length
+    width = BFLOAT16_BYTES if compute.precision == "bfloat16" else FLOAT32_BYTES
+    if compute.activation_checkpointing == "block":
+        return _layer_activation_bytes(model, tokens, width, True) - tokens * width * model.d_model
+    return 0 if compute.activation_checkpointing == "none" else tokens * width * 2 * model.top_k * model.expert_hidden
+
+
+def _layer_activation_bytes(model: ModelConfig, tokens: int, width: int, keeps_hidden: bool) -> int:
+    """Bytes that one layer keeps of ``tokens``, with ``width`` bytes for a value of the computation's type."""
     head, d_model = model.resolved_head_dim, model.d_model
     query_width, kv_width = model.num_heads * head, model.num_kv_heads * head
-    norms = 2 * (2 * d_model + 1)  # input and output of both norms, and one scale
-    attention = 2 * query_width + 2 * kv_width + model.num_heads  # rotated q, k; v; output; log-partitions
+    values = 2 * 2 * d_model  # input and output of both norms
+    values += 2 * query_width + 2 * kv_width  # rotated q, k; v; output of attention
+    exact = 2 + model.num_heads  # scales of both norms, log-partitions of attention
     if model.qk_norm != "none":
-        scales = model.num_heads + model.num_kv_heads if model.qk_norm == "per_head" else 2
-        attention += query_width + kv_width + scales  # projections before their norm
-    router = model.num_experts + 1 + model.top_k  # probabilities, log-partition, weights
-    experts = model.top_k * 2 * model.expert_hidden  # gate and up before the activation
+        values += query_width + kv_width  # projections before their norm
+        exact += model.num_heads + model.num_kv_heads if model.qk_norm == "per_head" else 2
+    exact += model.num_experts + 1 + model.top_k  # router: probabilities, log-partition, weights
+    values += model.top_k * 2 * model.expert_hidden if keeps_hidden else 0  # gate and up before the activation
     indices = 2 * model.top_k  # chosen experts, order of the slots
-    return FLOAT32_BYTES * (norms + attention + router + experts) + INT64_BYTES * indices
-
-
-def _head_activation_bytes(model: ModelConfig) -> int:
-    """Bytes per token kept above the layers: input and scale of the final norm, gradient of its output."""
-    return FLOAT32_BYTES * (2 * model.d_model + 1)
+    per_token = width * values + FLOAT32_BYTES * exact + INT64_BYTES * indices
+    return tokens * per_token + model.num_experts * INT64_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

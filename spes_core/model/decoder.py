@@ -6,13 +6,15 @@ Shape suffixes: B sequences, T positions, D d_model, L layers, E experts, N = B�
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
+from torch.utils.checkpoint import checkpoint
 
-from spes_core.config import LossConfig, ModelConfig
+from spes_core.config import ComputeConfig, FrozenConfig, LossConfig, ModelConfig
 from spes_core.model.attention import Attention, rotation_tables
 from spes_core.model.counting import tensor_shapes
 from spes_core.model.losses import token_loss
@@ -44,24 +46,43 @@ class ModelOutput(NamedTuple):
 class Decoder(nn.Module):
     """A Mixture-of-Experts decoder that trains the experts in ``trained_experts`` and all shared tensors.
 
-    Weights are fp32 and uninitialised (see `initialise`). Shared parameters carry their canonical names
-    (spes_core.names); experts lie in stacked banks, `tensors` gives each its own name.
+    Weights are fp32 (frozen experts in ``frozen.dtype``) and uninitialised (see `initialise`). Shared parameters carry
+    their canonical names (spes_core.names); experts lie in stacked banks, `tensors` gives each its own name.
     """
 
-    def __init__(self, config: ModelConfig, trained_experts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        trained_experts: Sequence[int],
+        *,
+        compute: ComputeConfig | None = None,
+        frozen: FrozenConfig | None = None,
+    ) -> None:
         super().__init__()
         self.config, self.trained_experts = config, tuple(sorted(trained_experts))
         assert all(0 <= expert < config.num_experts for expert in self.trained_experts)
+        compute, frozen = compute or ComputeConfig(), frozen or FrozenConfig()
+        self._is_bfloat16 = compute.precision == "bfloat16"
+        frozen_dtype = torch.bfloat16 if frozen.dtype == "bfloat16" else torch.float32
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-        self.layers = nn.ModuleList(DecoderLayer(config, self.trained_experts) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, self.trained_experts, compute=compute, frozen_dtype=frozen_dtype)
+            for _ in range(config.num_layers)
+        )
         self.final_norm = nn.Parameter(torch.empty(config.d_model))
         if not config.tie_embeddings:
             self.unembedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         self._rotation: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, loss: LossConfig) -> ModelOutput:
-        """Losses of predicting ``targets_BT`` (int64; −100 is ignored) at each position of ``tokens_BT`` (int64)."""
-        hidden_BTD, balance_L, router_z_L, expert_tokens_LE = self._run_layers(tokens_BT)
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, loss: LossConfig, other_tokens_LE: Tensor | None = None
+    ) -> ModelOutput:
+        """Losses of predicting ``targets_BT`` (int64; −100 is ignored) at each position of ``tokens_BT`` (int64).
+
+        ``other_tokens_LE`` (int64): tokens that other micro-batches of the step sent to each expert; the balance loss
+        takes its shares over them too.
+        """
+        hidden_BTD, balance_L, router_z_L, expert_tokens_LE = self._run_layers(tokens_BT, other_tokens_LE)
         unembedding_VD = self.embedding if self.config.tie_embeddings else self.unembedding
         token = token_loss(hidden_BTD.flatten(0, 1), unembedding_VD, targets_BT.flatten(), loss.z_weight)
         balance_loss, router_z_loss = balance_L.mean(), router_z_L.mean()
@@ -79,7 +100,8 @@ class Decoder(nn.Module):
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Next-token logits (B, T, vocab_size), without gradients: for evaluation and tests; holds all of them."""
         hidden_BTD = self._run_layers(tokens_BT)[0]
-        return linear(hidden_BTD, self.embedding if self.config.tie_embeddings else self.unembedding)
+        unembedding_VD = self.embedding if self.config.tie_embeddings else self.unembedding
+        return linear(hidden_BTD, unembedding_VD.to(hidden_BTD.dtype))
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors under their canonical names and in canonical order, as detached views.
@@ -97,13 +119,17 @@ class Decoder(nn.Module):
                 tensors[name] = experts.tensor(expert, matrix)
         return tensors
 
-    def _run_layers(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _run_layers(
+        self, tokens_BT: Tensor, other_tokens_LE: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Normalised hidden states (B, T, D); per layer balance loss (L,), router z-loss (L,), expert tokens (L, E)."""
         x_BTD = embedding(tokens_BT, self.embedding)
+        x_BTD = x_BTD.bfloat16() if self._is_bfloat16 else x_BTD
         rotation = self._rotation_for(tokens_BT.shape[1], x_BTD)
         statistics = []
-        for layer in self.layers:
-            x_BTD, *of_layer = layer(x_BTD, rotation)
+        others = [None] * len(self.layers) if other_tokens_LE is None else other_tokens_LE.unbind(0)
+        for layer, other_tokens_E in zip(self.layers, others, strict=True):
+            x_BTD, *of_layer = layer(x_BTD, rotation, other_tokens_E)
             statistics.append(of_layer)
         balance, router_z, expert_tokens = (torch.stack(values) for values in zip(*statistics, strict=True))
         return rms_norm(x_BTD, self.final_norm, self.config.norm_eps), balance, router_z, expert_tokens
@@ -113,16 +139,30 @@ class Decoder(nn.Module):
         if (
             tables is None
             or len(tables[0]) < length
-            or (tables[0].device, tables[0].dtype) != (like.device, like.dtype)
+            or (tables[0].device, tables[0].dtype) != (like.device, torch.promote_types(like.dtype, torch.float32))
         ):
             tables = self._rotation = rotation_tables(self.config, length, like)
         return tables
 
 
-class DecoderLayer(nn.Module):
-    """Attention and experts, each behind an RMSNorm and added to the residual stream: the unit of sharding."""
+LayerOutput = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The new residual stream (B, T, D), the layer's balance loss, router z-loss and expert tokens (E,)."""
 
-    def __init__(self, config: ModelConfig, trained_experts: Sequence[int]) -> None:
+
+class DecoderLayer(nn.Module):
+    """Attention and experts, each behind an RMSNorm and added to the residual stream.
+
+    The unit of sharding, of activation checkpointing and of compilation.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        trained_experts: Sequence[int],
+        *,
+        compute: ComputeConfig,
+        frozen_dtype: torch.dtype,
+    ) -> None:
         super().__init__()
         self.norm_eps, self.top_k, self.normalize_top_k = (
             config.norm_eps,
@@ -133,12 +173,27 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(config)
         self.moe_norm = nn.Parameter(torch.empty(config.d_model))
         self.router = nn.Parameter(torch.empty(config.num_experts, config.d_model))
-        self.experts = Experts(config, trained_experts)
+        self.experts = Experts(config, trained_experts, compute=compute, frozen_dtype=frozen_dtype)
+        self._keeps_input_only = compute.activation_checkpointing == "block"
+        self._train = torch.compile(self._compute) if compute.compile else self._compute
 
-    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The new residual stream (B, T, D), the layer's balance loss, router z-loss and expert tokens (E,)."""
+    def forward(
+        self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor], other_tokens_E: Tensor | None = None
+    ) -> LayerOutput:
+        """Both halves of the layer; ``other_tokens_E`` as in `moe.route`."""
+        if not torch.is_grad_enabled():
+            return self._compute(x_BTD, rotation, other_tokens_E)
+        if self._keeps_input_only:
+            # Only x_BTD is an argument, so only it is kept; nothing here draws random numbers.
+            run = partial(self._train, rotation=rotation, other_tokens_E=other_tokens_E)
+            output: LayerOutput = checkpoint(run, x_BTD, use_reentrant=False, preserve_rng_state=False)
+            return output
+        return self._train(x_BTD, rotation, other_tokens_E)
+
+    def _compute(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor], other_tokens_E: Tensor | None) -> LayerOutput:
         x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.norm_eps), rotation)
         y_ND = rms_norm(x_BTD, self.moe_norm, self.norm_eps).flatten(0, 1)
-        routing = route(linear(y_ND, self.router), self.top_k, self.normalize_top_k)
+        logits_NE = linear(y_ND, self.router.to(y_ND.dtype))
+        routing = route(logits_NE, self.top_k, self.normalize_top_k, other_tokens_E)
         x_BTD = x_BTD + self.experts(y_ND, routing).view(x_BTD.shape)
         return x_BTD, routing.balance_loss, routing.router_z_loss, routing.expert_tokens_E

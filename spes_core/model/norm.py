@@ -10,10 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import rms_norm as functional_rms_norm
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Scale the last dimension of ``x`` (any leading dimensions) to root mean square 1, then by the weight."""
+    """Scale the last dimension of ``x`` (any leading dimensions) to root mean square 1, then by the weight.
+
+    Computed in fp32 (or better) whatever the dtype of ``x``, which the result has.
+    """
+    compiling = torch.compiler.is_compiling()
+    if x.is_cuda and not compiling:
+        return functional_rms_norm(x, weight_D.shape, weight_D.to(x.dtype), eps)  # one kernel there
+    if compiling or x.dtype not in (torch.float32, torch.float64):
+        # The compiler makes one pass of the plain formula, forward and backward.
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight_D).to(x.dtype)
     output: Tensor = _RMSNorm.apply(x, weight_D, eps)  # type: ignore[no-untyped-call]
     return output
 

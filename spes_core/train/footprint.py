@@ -27,16 +27,28 @@ def gradients_bytes(module: nn.Module) -> int:
 def moments_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of the optimizer's per-parameter state; scalar step counters are left out."""
     states = (value for state in optimizer.state.values() for value in state.values())
-    return sum(_local(value).nbytes for value in states if isinstance(value, Tensor) and value.dim() > 0)
+    return sum(_stored_bytes(_local(value)) for value in states if isinstance(value, Tensor) and value.dim() > 0)
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes behind a tensor, or behind the parts of one that is quantised."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_stored_bytes(getattr(tensor, name)) for name in names)
 
 
 class SavedActivations:
-    """Counts the bytes that autograd saves inside `measure`; read `nbytes` afterwards."""
+    """Counts the bytes that autograd saves inside `measure` up to the first backward pass; read `nbytes` afterwards.
+
+    So it is what one micro-batch keeps: the next one finds the memory of the first free again.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._sizes: dict[int, int] = {}
         self._batch: set[int] = set()
+        self._is_counting = True
 
     @property
     def nbytes(self) -> int:
@@ -47,10 +59,16 @@ class SavedActivations:
     def measure(self, batch: Sequence[Tensor]) -> Iterator[None]:
         """Count every tensor that is saved for a backward pass in the block, but for the ``batch`` itself."""
         self._batch = {tensor.untyped_storage().data_ptr() for tensor in batch}
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
+    def _unpack(self, tensor: Tensor) -> Tensor:
+        self._is_counting = False
+        return tensor
+
     def _pack(self, tensor: Tensor) -> Tensor:
+        if not self._is_counting:
+            return tensor
         # The weights are looked up at each call: a sharded module swaps them in and out layer by layer.
         weights = {_local(weight).untyped_storage().data_ptr() for weight in self._weights()}
         storage = tensor.untyped_storage()

@@ -132,11 +132,13 @@ class Training:
         with self.clock.phase("data"):
             tokens_BT, targets_BT = self._source.train_batch(step, self.place.part, self.place.parts)
         batch = (tokens_BT.to(self._device), targets_BT.to(self._device))
+        size = self.config.micro_batch_sequences
+        micro_batches = [tuple(item[at : at + size] for item in batch) for at in range(0, len(tokens_BT), size)]
         with self.clock.phase("compute"), self._saved.measure(batch) if step == 1 else nullcontext():
             metrics = train_step(
                 self.decoder,
                 self.optimizer,
-                [batch],
+                micro_batches,  # type: ignore[arg-type]
                 self.config.loss,
                 optim.clip_norm,
                 schedules.learning_rate(optim, step, self.config.total_steps),

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spes_core.config import LossConfig, OptimConfig
+from spes_core.config import LossConfig
 from spes_core.model.decoder import Decoder, ModelOutput
 from spes_core.model.losses import IGNORED_TARGET
+from spes_core.train.optimizers import make_optimizer as make_optimizer
+from spes_core.train.optimizers import set_learning_rate
 
 
 class StepMetrics(NamedTuple):
@@ -40,30 +42,22 @@ def train_step(
 ) -> StepMetrics:
     """Take one step on the mean loss over all targets of ``batches``, pairs (tokens_BT, targets_BT).
 
-    Several micro-batches accumulate: each counts by its share of the targets, so the cross-entropy and z-loss are
-    those of the batches put together; balance and router losses are means of the micro-batches' with the same weights.
+    Several micro-batches accumulate: each counts by its share of the targets, so that cross-entropy and z-loss are
+    those of the batches put together, and so is the router z-loss where the micro-batches have equally many targets
+    and tokens. The balance loss is linear in the router's probabilities once its fractions f are given, which
+    ``loss.balance_fractions`` decides: over the whole step ("whole_batch"; then it too is that of one batch, to
+    rounding) or over this micro-batch and those before it ("accumulated").
     """
     optimizer.zero_grad(set_to_none=True)
-    outputs = [_backward(decoder, batch, share, loss) for batch, share in zip(batches, _shares(batches), strict=True)]
+    others, outputs = _OtherTokens(decoder, batches, loss), []
+    for index, (batch, share) in enumerate(zip(batches, _shares(batches), strict=True)):
+        outputs.append(_backward(decoder, batch, share, loss, others.of(index)))
+        others.add(outputs[-1]["expert_tokens_LE"])
     grad_norm = _clip([item for item in decoder.parameters() if item.requires_grad], clip_norm)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+    set_learning_rate(optimizer, learning_rate)
     optimizer.step()
     means = {name: torch.stack([item[name] for item in outputs]).sum(0) for name in outputs[0]}
     return StepMetrics(grad_norm=grad_norm, **means)
-
-
-def make_optimizer(decoder: Decoder, optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer of all trained parameters; banks and matrices are decayed, vectors (norms) are not."""
-    trained = [parameter for parameter in decoder.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [item for item in trained if item.dim() > 1], "weight_decay": optim.weight_decay},
-        {"params": [item for item in trained if item.dim() == 1], "weight_decay": 0.0},
-    ]
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr)
-    betas = (optim.beta1, optim.beta2)
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=betas, eps=optim.eps, fused=True)
 
 
 def _shares(batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor | None]:
@@ -74,10 +68,33 @@ def _shares(batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor | None]:
     return list(counts / counts.sum().clamp(min=1))
 
 
+class _OtherTokens:
+    """Tokens that the other micro-batches of the step send to each expert, as far as the balance loss counts them."""
+
+    def __init__(self, decoder: Decoder, batches: Sequence[tuple[Tensor, Tensor]], loss: LossConfig) -> None:
+        self._all: list[Tensor] = []
+        self._before: Tensor | None = None
+        if len(batches) > 1 and loss.balance_fractions == "whole_batch" and loss.balance_weight != 0:
+            with torch.no_grad():
+                self._all = [decoder(*batch, loss).expert_tokens_LE for batch in batches]
+
+    def of(self, index: int) -> Tensor | None:
+        if self._all:
+            return torch.stack(self._all).sum(0) - self._all[index]
+        return self._before
+
+    def add(self, expert_tokens_LE: Tensor) -> None:
+        self._before = expert_tokens_LE if self._before is None else self._before + expert_tokens_LE
+
+
 def _backward(
-    decoder: Decoder, batch: tuple[Tensor, Tensor], share: Tensor | None, loss: LossConfig
+    decoder: Decoder,
+    batch: tuple[Tensor, Tensor],
+    share: Tensor | None,
+    loss: LossConfig,
+    other_tokens_LE: Tensor | None,
 ) -> dict[str, Tensor]:
-    output: ModelOutput = decoder(*batch, loss)
+    output: ModelOutput = decoder(*batch, loss, other_tokens_LE)
     (output.loss if share is None else output.loss * share).backward()  # type: ignore[no-untyped-call]
     metrics = {name: getattr(output, name) for name in ("cross_entropy", "z_loss", "balance_loss", "router_z_loss")}
     if share is not None:
