@@ -125,8 +125,8 @@ def predicted_bytes(
     """Peak of one step: weights and moments, and the larger of what forward and backward hold beside them.
 
     Forward is largest in the loss: all that is kept, one chunk of logits (fp32, and bfloat16 on the way in or out),
-    and the unembedding's copy, gradient and partial product. Backward is largest in the first layer: all gradients, what
-    is made again, and the bfloat16 copies of the layer's trained experts and of their gradients.
+    and the unembedding's copy, gradient and partial product. Backward is largest in the first layer: all gradients,
+    what is made again, and the bfloat16 copies of the layer's trained experts and of their gradients.
     """
     counts, tokens = counting.parameter_counts(model, trained), sequences * length
     unembedding = model.vocab_size * model.d_model
