@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -35,7 +34,8 @@ class Plan:
     @property
     def bank_order(self) -> tuple[int, ...]:
         """Experts in the order of the staged slots: trained ones first, then frozen ones."""
-        return _bank_order(self.trained, self.num_experts)
+        frozen = (expert for expert in range(self.num_experts) if expert not in self.trained)
+        return (*self.trained, *frozen)
 
     def sort_slots(self, experts_NK: Tensor) -> Tensor:
         """Slots (S,) in the order of their expert: by index, or trained ones first when staged; stable."""
@@ -45,11 +45,6 @@ class Plan:
             places_E = [position[expert] for expert in range(self.num_experts)]
             keys_S = torch.tensor(places_E, device=keys_S.device).index_select(0, keys_S)
         return keys_S.argsort(stable=True)
-
-
-@cache
-def _bank_order(trained: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
-    return (*trained, *(expert for expert in range(num_experts) if expert not in trained))
 
 
 class Gradients(NamedTuple):
