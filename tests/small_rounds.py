@@ -32,6 +32,7 @@ from spes_core.sync.client import Client
 from spes_core.sync.messages import Schema, schema_of
 from spes_core.sync.parameter_server import ParameterServer
 from spes_core.train.exchange import Exchange, RoundReport
+from spes_core.train.weights import LocalWeights
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -132,7 +133,7 @@ def served(core: ParameterServer, config: RunConfig) -> Iterator[str]:
 def make_exchange(client: Client, config: RunConfig, node: int) -> tuple[Exchange, PlainDecoder]:
     """One node's exchange over a plain decoder."""
     decoder = PlainDecoder(config)
-    return Exchange(client, decoder, config.make_partition(), node, config), decoder
+    return Exchange(client, LocalWeights(decoder.tensors()), config.make_partition(), node, config), decoder
 
 
 def run_rounds(
@@ -145,7 +146,7 @@ def run_rounds(
 
     def node_main(node: int) -> tuple[PlainDecoder, list[RoundReport]]:
         exchange, decoder = make_exchange(make_client(node), config, node)
-        assert exchange.join() == 0
+        exchange.join()
         reports = []
         for round in range(num_rounds):
             decoder.train(config, node, round)

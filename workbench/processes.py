@@ -20,7 +20,7 @@ class ProcessSpec:
     """One process to start on this host: what a launcher needs and nothing else."""
 
     name: str
-    """Unique in the trial: "server", "node-0", ..., or "torchrun"."""
+    """Unique in the trial: "server", "node-0", ... (a process, or the torchrun of a group), or "torchrun"."""
     argv: tuple[str, ...]
     """Command line; the first word is a Python interpreter."""
     env: dict[str, str]
@@ -36,21 +36,20 @@ def plan(run: RunFile, trial_dir: Path, python: str = sys.executable) -> list[Pr
     """The processes of a run whose run.json lies in ``trial_dir``, in the order in which they are started.
 
     Rounds need one server and N nodes; gradients need one torchrun group of nodes × parallel.ranks_per_node ranks
-    and no server; without any exchange there are N nodes.
+    and no server; without any exchange there are N nodes. A node of several ranks is a torchrun group of its own.
     """
     run_file = str(trial_dir.absolute() / "run.json")
     exchange, env = run.config.sync.exchange, environment(run)
     if exchange == "gradients":
         ranks = run.config.world_size
         return [ProcessSpec(name=GROUP, argv=_group_argv(python, trial_dir.absolute(), ranks), env=env)]
-    nodes = [
-        ProcessSpec(
-            name=f"node-{node}",
-            argv=(python, "-m", "spes_core.node", run_file, "--node", str(node)),
-            env=env,
-        )
-        for node in range(run.config.nodes)
-    ]
+    ranks = run.config.parallel.ranks_per_node
+    nodes = []
+    for node in range(run.config.nodes):
+        argv: tuple[str, ...] = (python, "-m", "spes_core.node", run_file)
+        if ranks > 1:
+            argv = _group_argv(python, trial_dir.absolute(), ranks)
+        nodes.append(ProcessSpec(name=f"node-{node}", argv=(*argv, "--node", str(node)), env=env))
     server = ProcessSpec(name=SERVER, argv=(python, "-m", "spes_core.server", run_file), env=env)
     return [server, *nodes] if exchange == "rounds" else nodes
 
@@ -78,11 +77,12 @@ def _group_argv(python: str, trial_dir: Path, ranks: int) -> tuple[str, ...]:
 
     On Linux torchrun forks the ranks, which then have torch loaded, as torchrun has. Elsewhere it starts each from
     scratch in a session of its own, which signals to the group do not reach; so ranks are told to end with torchrun.
+    What follows "--" is never taken for an option of torchrun's own, as --node would be for --node-rank.
     """
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     logs = ("--log-dir", str(trial_dir / "logs"))
     if sys.platform == "linux":
-        node = ("--start-method", "fork", "--run-path", str(Path(spes_core.__file__).with_name("node.py")))
+        node = ("--start-method", "fork", "--run-path", "--", str(Path(spes_core.__file__).with_name("node.py")))
     else:
-        node = ("-m", "spes_core.node")
+        node = ("-m", "--", "spes_core.node")
     return (python, *torchrun, *logs, *node, str(trial_dir / "run.json"), "--die-with-parent")

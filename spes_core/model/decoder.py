@@ -16,7 +16,7 @@ from spes_core.config import LossConfig, ModelConfig
 from spes_core.model.attention import Attention, rotation_tables
 from spes_core.model.counting import tensor_shapes
 from spes_core.model.losses import token_loss
-from spes_core.model.moe import Experts, route
+from spes_core.model.moe import AllRanks, Experts, route
 from spes_core.model.norm import rms_norm
 from spes_core.names import parse_expert
 
@@ -134,11 +134,12 @@ class DecoderLayer(nn.Module):
         self.moe_norm = nn.Parameter(torch.empty(config.d_model))
         self.router = nn.Parameter(torch.empty(config.num_experts, config.d_model))
         self.experts = Experts(config, trained_experts)
+        self.all_ranks: AllRanks | None = None
 
     def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The new residual stream (B, T, D), the layer's balance loss, router z-loss and expert tokens (E,)."""
         x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.norm_eps), rotation)
         y_ND = rms_norm(x_BTD, self.moe_norm, self.norm_eps).flatten(0, 1)
-        routing = route(linear(y_ND, self.router), self.top_k, self.normalize_top_k)
+        routing = route(linear(y_ND, self.router), self.top_k, self.normalize_top_k, self.all_ranks)
         x_BTD = x_BTD + self.experts(y_ND, routing).view(x_BTD.shape)
         return x_BTD, routing.balance_loss, routing.router_z_loss, routing.expert_tokens_E

@@ -9,7 +9,7 @@ the gradient of its input and of its router weight, and never the product that w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -18,6 +18,15 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from spes_core.config import ModelConfig
+
+
+class AllRanks(NamedTuple):
+    """The processes that divide a batch, as far as the model must know them: to count tokens over all of it."""
+
+    size: int
+    """Number of processes; each has equally many tokens."""
+    total: Callable[[Tensor], Tensor]
+    """Sum of a tensor over the processes."""
 
 
 class Routing(NamedTuple):
@@ -30,21 +39,26 @@ class Routing(NamedTuple):
     expert_tokens_E: Tensor
     """Tokens sent to each expert, int64; sums to N·K."""
     balance_loss: Tensor
-    """E · Σ_e f_e·p_e / K with f_e = expert_tokens_e / N and p_e the mean router probability: 1 when uniform."""
+    """E · Σ_e f_e·p_e / K with f_e = expert_tokens_e / N and p_e the mean router probability: 1 when uniform.
+
+    Where several processes divide the batch, f_e counts the tokens of all: the mean of this loss over the processes,
+    and of its gradient, is then that of the whole batch, however it is divided."""
     router_z_loss: Tensor
     """Mean over tokens of logsumexp(router logits)²."""
 
 
-def route(logits_NE: Tensor, top_k: int, normalize: bool) -> Routing:
+def route(logits_NE: Tensor, top_k: int, normalize: bool, all_ranks: AllRanks | None = None) -> Routing:
     """Softmax in fp32 (or better), then the ``top_k`` largest; ``normalize`` rescales their weights to sum to one."""
-    return Routing(*_Route.apply(logits_NE, top_k, normalize))  # type: ignore[no-untyped-call]
+    return Routing(*_Route.apply(logits_NE, top_k, normalize, all_ranks))  # type: ignore[no-untyped-call]
 
 
 class _Route(torch.autograd.Function):
     """The router behind its logits, with one backward: a chain of small operations would cost several times more."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, logits_NE: Tensor, top_k: int, normalize: bool, all_ranks: AllRanks | None
+    ) -> tuple[Tensor, ...]:
         logits_NE = logits_NE if logits_NE.dtype == torch.float64 else logits_NE.float()
         num_tokens, num_experts = logits_NE.shape
         log_partition_N1 = logits_NE.logsumexp(-1, keepdim=True)
@@ -54,19 +68,22 @@ class _Route(torch.autograd.Function):
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         flat_S = experts_NK.reshape(-1)
         expert_tokens_E = flat_S.new_zeros(num_experts).scatter_add_(0, flat_S, torch.ones_like(flat_S))
-        fraction_E = expert_tokens_E / num_tokens
+        batch_tokens_E, batch_tokens = expert_tokens_E, num_tokens
+        if all_ranks is not None:
+            batch_tokens_E, batch_tokens = all_ranks.total(expert_tokens_E), num_tokens * all_ranks.size
+        fraction_E = batch_tokens_E / batch_tokens
         scale = num_experts / top_k
         balance_loss = (fraction_E * probabilities_NE.mean(0)).sum() * scale
         router_z_loss = log_partition_N1.square().mean()
-        ctx.top_k, ctx.normalize = top_k, normalize
-        ctx.save_for_backward(probabilities_NE, log_partition_N1, experts_NK, expert_tokens_E)
+        ctx.top_k, ctx.normalize, ctx.batch_tokens = top_k, normalize, batch_tokens
+        ctx.save_for_backward(probabilities_NE, log_partition_N1, experts_NK, batch_tokens_E)
         ctx.mark_non_differentiable(experts_NK, expert_tokens_E)
         return weights_NK, experts_NK, expert_tokens_E, balance_loss, router_z_loss
 
     @staticmethod
-    def backward(ctx: Any, grad_weights_NK: Tensor, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_weights_NK: Tensor, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """d logit = p·(dp − Σ p·dp) + p·dz·2·z/N, where dp collects the chosen weights and the balance loss."""
-        probabilities_NE, log_partition_N1, experts_NK, expert_tokens_E = ctx.saved_tensors
+        probabilities_NE, log_partition_N1, experts_NK, batch_tokens_E = ctx.saved_tensors
         _, _, grad_balance, grad_z = grads
         num_tokens, num_experts = probabilities_NE.shape
         if ctx.normalize:
@@ -74,11 +91,12 @@ class _Route(torch.autograd.Function):
             total_N1 = chosen_NK.sum(-1, keepdim=True)
             mean_N1 = (grad_weights_NK * chosen_NK).sum(-1, keepdim=True) / total_N1
             grad_weights_NK = (grad_weights_NK - mean_N1) / total_N1
-        per_expert_E = grad_balance * expert_tokens_E * (num_experts / (ctx.top_k * num_tokens**2))
+        scale = num_experts / (ctx.top_k * num_tokens * ctx.batch_tokens)
+        per_expert_E = grad_balance * batch_tokens_E * scale
         grad_NE = per_expert_E.expand(num_tokens, -1).contiguous().scatter_add_(1, experts_NK, grad_weights_NK)
         grad_NE.mul_(probabilities_NE)
         offset_N1 = log_partition_N1 * (grad_z * 2 / num_tokens) - grad_NE.sum(-1, keepdim=True)
-        return grad_NE.addcmul_(probabilities_NE, offset_N1), None, None
+        return grad_NE.addcmul_(probabilities_NE, offset_N1), None, None, None
 
 
 class Experts(nn.Module):
@@ -114,9 +132,13 @@ class Experts(nn.Module):
 
     def tensor(self, expert: int, matrix: str) -> Tensor:
         """A view of one matrix ("gate_up" or "down") of one expert, detached, sharing storage."""
-        is_trained, row = self.locations[expert]
-        bank = self.get_parameter(f"{'trained' if is_trained else 'frozen'}_{matrix}")
+        bank, row = self.bank_of(expert, matrix)
         return bank.detach()[row]
+
+    def bank_of(self, expert: int, matrix: str) -> tuple[nn.Parameter, int]:
+        """The bank that holds one matrix of one expert, and its row there."""
+        is_trained, row = self.locations[expert]
+        return self.get_parameter(f"{'trained' if is_trained else 'frozen'}_{matrix}"), row
 
 
 Locations = tuple[tuple[bool, int], ...]

@@ -15,6 +15,7 @@ from spes_core.sync.inprocess import LocalClient
 from spes_core.sync.messages import DownloadManifest
 from spes_core.sync.parameter_server import ParameterServer
 from spes_core.train.exchange import Exchange
+from spes_core.train.weights import LocalWeights
 from tests.small_rounds import (
     PlainDecoder,
     in_thread,
@@ -131,7 +132,7 @@ def test_tensors_that_numpy_cannot_see_are_staged_and_give_the_same_weights() ->
         if node == 1:
             weights = decoder.weights
             decoder.weights = {n: t.double() if t.dim() < 2 else t.T.contiguous().T for n, t in weights.items()}
-        exchange = Exchange(LocalClient(server), decoder, CONFIG.make_partition(), node, CONFIG)
+        exchange = Exchange(LocalClient(server), LocalWeights(decoder.tensors()), CONFIG.make_partition(), node, CONFIG)
         largest = max(4 * spec.num_elements for spec in SCHEMA)
         assert exchange.buffer_bytes == CONFIG.wire.chunk_bytes + (largest if node == 1 else 0)
         exchange.join()
