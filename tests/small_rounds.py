@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -112,9 +112,13 @@ class Recorder:
         return [event for event in self.events if event["kind"] == kind]
 
 
-def make_server(config: RunConfig, recorder: Recorder | None = None) -> ParameterServer:
+def make_server(
+    config: RunConfig, recorder: Recorder | None = None, checkpoint_steps: Collection[int] = ()
+) -> ParameterServer:
     """A server core for the run."""
-    return ParameterServer(config, small_schema(config), initial_values(config), recorder or Recorder())
+    on_event = recorder or Recorder()
+    schema, values = small_schema(config), initial_values(config)
+    return ParameterServer(config, schema, values, on_event, checkpoint_steps=checkpoint_steps)
 
 
 @contextmanager
