@@ -82,3 +82,10 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     assert one.keys() == other.keys()
     norms = ((one[name] - other[name]).norm() / other[name].norm() for name in one)
     return max(float(torch.nan_to_num(norm)) for norm in norms)
+
+
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """‖a − b‖ / ‖b‖ of all tensors together."""
+    assert one.keys() == other.keys()
+    squares = [((one[name] - other[name]).square().sum(), other[name].square().sum()) for name in one]
+    return float((sum(a for a, _ in squares) / sum(b for _, b in squares)) ** 0.5)

@@ -57,7 +57,7 @@ def test_fsdp_on_two_ranks_is_one_rank(corpus: Path, tmp_path: Path) -> None:
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         config = with_corpus(
-            tiny(method="centralized", nodes=ranks, sync={"exchange": "gradients"}, loss={"balance_weight": 0}),
+            tiny(method="centralized", nodes=ranks, sync={"exchange": "gradients"}, loss={"balance_weight": 0.1}),
             corpus,
         )
         data_dir = prepare(config.data, tmp_path / "cache")
