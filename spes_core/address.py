@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -13,13 +14,26 @@ ADDRESS_FILE = "server.address"
 def read_address(server_address: str, folder: Path, timeout_s: float = 60.0) -> str:
     """Where the server of the run in ``folder`` listens; with port 0 the server's own choice, once it has written it.
 
-    Raises Unreachable when it has not within ``timeout_s``.
+    An address that a killed server has left is told by its process id. Raises Unreachable when no server has written
+    one within ``timeout_s``.
     """
     if not server_address.endswith(":0"):
         return server_address
     path, deadline_s = folder / ADDRESS_FILE, time.monotonic() + timeout_s
-    while not path.exists():
+    while (address := _living(path)) is None:
         if time.monotonic() > deadline_s:
             raise Unreachable(f"no server has written {path} within {timeout_s:g} s; see the server's log")
         time.sleep(0.02)
-    return path.read_text(encoding="utf-8").strip()
+    return address
+
+
+def _living(path: Path) -> str | None:
+    """The address in a server's file, if that server is running on this machine."""
+    try:
+        address, pid = path.read_text(encoding="utf-8").split()
+        os.kill(int(pid), 0)
+    except (FileNotFoundError, ValueError, ProcessLookupError):
+        return None
+    except PermissionError:
+        return address  # it runs, as another user
+    return address

@@ -226,7 +226,22 @@ class ParallelConfig:
     """Parallelism inside one node."""
 
     ranks_per_node: int = 1
-    """Processes (GPUs) of one node."""
+    """Processes (GPUs) of one node, which form one torchrun group."""
+    strategy: Literal["fsdp", "ddp"] = "fsdp"
+    """"fsdp": weights (frozen ones too), gradients and moments are divided over the ranks; "ddp": every rank holds all
+    of them. Gradients are averaged over the ranks either way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How often a run stores what it needs to go on after a crash, with the same bits (spes_core.snapshots)."""
+
+    interval_rounds: int = 10
+    """With rounds: rounds between two checkpoints; 0 for none."""
+    interval_steps: int = 500
+    """Without rounds: optimizer steps between two checkpoints; 0 for none."""
+    keep: int = 2
+    """Newest checkpoints that are kept; at least 2, since processes may have come one checkpoint apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,6 +288,7 @@ class RunConfig:
     frozen: FrozenConfig = field(default_factory=FrozenConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -297,13 +313,23 @@ class RunConfig:
         """Number of training processes over all nodes."""
         return self.nodes * self.parallel.ranks_per_node
 
+    @property
+    def group_size(self) -> int:
+        """Number of processes in one torchrun group: all of them when they exchange gradients, else those of a node."""
+        return self.world_size if self.sync.exchange == "gradients" else self.parallel.ranks_per_node
+
+    @property
+    def num_recorders(self) -> int:
+        """Number of participants with an event file: every rank when they exchange gradients, else every node."""
+        return self.world_size if self.sync.exchange == "gradients" else self.nodes
+
     def make_partition(self) -> Partition:
         """The assignment of experts to nodes; in one process group everyone trains everything."""
         kind = "full" if self.sync.exchange == "gradients" else self.partition.kind
         return make_partition(kind, self.model.num_experts, self.nodes)
 
 
-NOT_IDENTITY = ("method", "log", "round", "wire.chunk_bytes", "init.weights")
+NOT_IDENTITY = ("method", "log", "round", "checkpoint", "wire.chunk_bytes", "init.weights")
 """Settings that change no weight and no validation; they are outside a run's identity."""
 
 _ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round")
@@ -312,6 +338,8 @@ _ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round")
 def inapplicable(config: RunConfig) -> tuple[str, ...]:
     """Paths of settings that this run does not read, given its other settings. They multiply no trial."""
     paths: list[str] = []
+    if config.group_size == 1:
+        paths += ["parallel.strategy"]
     if config.sync.exchange != "rounds":
         paths += _ROUND_SETTINGS
         if config.sync.exchange == "gradients":

@@ -9,19 +9,57 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+
+class Events(Protocol):
+    """Where a process records what happens."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes recorded so far."""
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Record one event of ``kind``."""
+
+    def close(self) -> None:
+        """Record nothing from now on."""
+
+
+class NoEvents:
+    """Records nothing: for the ranks of a node other than rank 0, which records for the whole node."""
+
+    size_bytes = 0
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """See `Events`."""
+
+    def close(self) -> None:
+        """See `Events`."""
 
 
 class EventWriter:
-    """Appends events to one file; creates its folder. Not shared between processes."""
+    """Appends events to one file; creates its folder. Not shared between processes.
 
-    def __init__(self, path: Path) -> None:
+    A process that resumes gives ``keep_bytes``, what the file had at its checkpoint: later events tell of work that is
+    going to be done again, and are cut off.
+    """
+
+    def __init__(self, path: Path, keep_bytes: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if keep_bytes is not None:
+            cut_events(path, keep_bytes)
         _drop_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return self._file.tell()
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one event of ``kind`` with the present time as ``time_s`` (seconds since 1970)."""
@@ -43,6 +81,12 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             if not line.endswith("\n"):
                 return
             yield json.loads(line)
+
+
+def cut_events(path: Path, keep_bytes: int) -> None:
+    """Cut a file down to its first ``keep_bytes``; a missing or shorter file stays as it is."""
+    if path.exists() and path.stat().st_size > keep_bytes:
+        os.truncate(path, keep_bytes)
 
 
 def as_float(value: Any) -> float:

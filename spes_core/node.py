@@ -10,18 +10,20 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
+from spes_core import snapshots
 from spes_core.address import read_address
 from spes_core.checkpoint import model_metadata, save_weights
 from spes_core.config import RunConfig, RunFile, digest
 from spes_core.data.batches import TokenSource
 from spes_core.errors import ConfigError, Problem, SpesError
-from spes_core.events import EventWriter
+from spes_core.events import Events, EventWriter, NoEvents
 from spes_core.initial import fill, initial_weights
 from spes_core.model import counting
 from spes_core.model.decoder import Decoder
@@ -29,8 +31,11 @@ from spes_core.processlife import die_with_parent
 from spes_core.protocol.client import SyncClient
 from spes_core.train import parallel
 from spes_core.train.allocator import keep_freed_memory
-from spes_core.train.exchange import Exchange
-from spes_core.train.loop import Place, Training
+from spes_core.train.exchange import Exchange, FollowingExchange, LeadingExchange
+from spes_core.train.loop import Place, RoundExchange, Training
+from spes_core.train.parallel import Group, Piece
+from spes_core.train.resume import Checkpoints
+from spes_core.train.weights import DividedWeights, LocalWeights, follow
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,74 +61,128 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_node(run: RunFile, trial_dir: Path, node: int) -> None:
-    """Train as node ``node`` of the trial in ``trial_dir``. Raises SpesError."""
+    """Train as node ``node`` of the trial in ``trial_dir``. Raises SpesError.
+
+    With sync.exchange "gradients" the one torchrun group is divided into participants by rank, and ``node`` is unused.
+    """
     config = run.config
-    if config.sync.exchange == "gradients":
-        node = parallel.global_rank()
-    if not 0 <= node < config.world_size:
-        raise ConfigError([Problem("--node", f"({node}) must be from 0 to nodes − 1 ({config.world_size - 1})")])
+    rank, by_gradients = parallel.global_rank(), config.sync.exchange == "gradients"
+    node = 0 if by_gradients else node
+    if not 0 <= node < config.nodes:
+        raise ConfigError([Problem("--node", f"({node}) must be from 0 to nodes − 1 ({config.nodes - 1})")])
     torch.set_num_threads(run.threads)
     torch.manual_seed(config.seed)
-    device = choose_device(run, node)
+    device = choose_device(run, node * config.group_size + parallel.local_rank())
     keep_freed_memory()
-    events = EventWriter(trial_dir / "events" / f"node-{node}.jsonl")
+    group = Group(device, config, trial_dir) if by_gradients or config.group_size > 1 else None
+    records = by_gradients or rank == 0
+    participant = snapshots.node_name(config, node, rank)
+    checkpoints = Checkpoints(config, trial_dir, participant)
+    path = trial_dir / "events" / f"{participant}.jsonl"
+    events: Events = EventWriter(path, checkpoints.events_bytes) if records else NoEvents()
     try:
-        decoder = build_decoder(config, node, device)
-        write_start(events, decoder, node, device, run.threads)
+        model = build_model(config, node, device, group)
+        write_start(events, model.decoder, rank if by_gradients else node, device, run.threads)
         if config.sync.exchange == "rounds":
-            _train_in_rounds(run, trial_dir, node, decoder, events, device)
-        elif config.sync.exchange == "gradients":
-            _train_in_group(run, trial_dir, decoder, events, device)
+            _train_in_rounds(run, trial_dir, node, model, events, device, checkpoints)
         else:
-            place = Place(node, config.nodes, 0, 1)
-            training(run, decoder, events, place, device, exchange=None).run()
-            save_final(run, trial_dir, decoder.tensors(), f"final-node-{node}.safetensors")
+            training(run, model, events, node, device, checkpoints, exchange=None).run()
+        if by_gradients:
+            write_collective(events, config)
+        _save_final(run, trial_dir, node, model)
     finally:
         events.close()
+    if group is not None:
+        group.close()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder, and the weights that lie in it."""
+
+    decoder: Decoder
+    weights: LocalWeights | DividedWeights
+    group: Group | None
+    """The ranks that divide the decoder; None when this process has all of it."""
+    pieces: list[Piece]
+    """This rank's parts of the tensors; empty without a group."""
 
 
 def training(
     run: RunFile,
-    decoder: Decoder,
-    events: EventWriter,
-    place: Place,
+    model: Model,
+    events: Events,
+    node: int,
     device: torch.device,
+    checkpoints: Checkpoints,
     *,
-    exchange: Exchange | None,
+    exchange: RoundExchange | None,
 ) -> Training:
     """The training run of one participant over the corpus of ``run``."""
     source = TokenSource(Path(run.data_dir), run.config.data, run.config.seed)
-    return Training(run.config, decoder, source, events, place, exchange=exchange, device=device)
+    place = Place.of(run.config, node, parallel.global_rank())
+    ranks = None if run.config.sync.exchange == "gradients" else model.group
+    return Training(
+        run.config,
+        model.decoder,
+        source,
+        events,
+        place,
+        exchange=exchange,
+        device=device,
+        ranks=ranks,
+        checkpoints=checkpoints,
+    )
+
+
+def build_model(config: RunConfig, node: int, device: torch.device, group: Group | None) -> Model:
+    """The model of one node with its initial weights, which are the same on all nodes.
+
+    In a group the decoder gets its memory only after it is divided, and its values tensor by tensor: no rank ever holds
+    more than its part and one whole tensor.
+    """
+    experts = config.make_partition().experts_by_node[node]
+    if group is None:
+        decoder = build_decoder(config, node, device)
+        return Model(decoder, LocalWeights(decoder.tensors()), None, [])
+    with torch.device("meta"):
+        decoder = Decoder(config.model, experts, compute=config.compute, frozen=config.frozen)
+    group.shard(decoder)
+    decoder.to_empty(device=device)
+    pieces, initial = group.pieces(decoder), initial_weights(config)
+    for piece in pieces:
+        parallel.fill(piece, initial(piece.name), group.rank)
+    shapes = counting.tensor_shapes(config.model)
+    return Model(decoder, DividedWeights(group, pieces, shapes), group, pieces)
 
 
 def build_decoder(config: RunConfig, node: int, device: torch.device) -> Decoder:
-    """The decoder of one node with its initial weights, which are the same on all nodes."""
-    partition = config.make_partition()
-    experts = partition.experts_by_node[node // config.parallel.ranks_per_node]
+    """The undivided decoder of one node with its initial weights, which are the same on all nodes."""
+    experts = config.make_partition().experts_by_node[node]
     decoder = Decoder(config.model, experts, compute=config.compute, frozen=config.frozen)
     fill(decoder, initial_weights(config))
     return decoder.to(device)
 
 
-def choose_device(run: RunFile, node: int = 0) -> torch.device:
-    """The device that a run file asks for. Raises ConfigError when it asks for GPUs and there are too few.
+def choose_device(run: RunFile, index: int) -> torch.device:
+    """The device that a run file asks for; processes are dealt to GPUs by their ``index`` over all nodes.
 
-    All processes of a run decide alike, and all arms of a study have equally many processes.
+    All processes of a run decide alike, and all arms of a study have equally many processes. Raises ConfigError when it
+    asks for GPUs and there are too few.
     """
     gpus, processes = torch.cuda.device_count(), run.config.world_size
-    shares = run.config.sync.exchange != "gradients"
-    if run.device == "cuda" and gpus < (1 if shares else processes):
-        need = "a GPU" if shares else f"a GPU for each of the {processes} processes of its group"
-        message = f'("cuda") needs {need}, and there are {gpus}; use "auto" or "cpu"'
+    group_size = run.config.group_size
+    if run.device == "cuda" and gpus < group_size:
+        message = f'("cuda") needs {group_size} GPUs for one node, and there are {gpus}; use "auto" or "cpu"'
         raise ConfigError([Problem("launcher.device", message)])
     if run.device == "cpu" or (run.device == "auto" and gpus < processes):
         return torch.device("cpu")
-    device = torch.device("cuda", (parallel.local_rank() or node) % gpus)
+    device = torch.device("cuda", index % gpus)
     torch.cuda.set_device(device)
     return device
 
 
-def write_start(events: EventWriter, decoder: Decoder, node: int, device: torch.device, threads: int) -> None:
+def write_start(events: Events, decoder: Decoder, node: int, device: torch.device, threads: int) -> None:
     """Record who trains what, on what."""
     trained = decoder.trained_experts
     counts = counting.parameter_counts(decoder.config, trained)
@@ -145,6 +204,12 @@ def write_start(events: EventWriter, decoder: Decoder, node: int, device: torch.
     )
 
 
+def write_collective(events: Events, config: RunConfig) -> None:
+    """Record what one rank has sent in collectives, by arithmetic."""
+    sent = config.total_steps * counting.collective_bytes_per_step(config.model, config.group_size)
+    events.write("collective", steps=config.total_steps, bytes_sent=sent, basis="ring formula")
+
+
 def save_final(run: RunFile, trial_dir: Path, tensors: Mapping[str, Tensor], name: str) -> None:
     """Keep the trained weights of the trial, with what they are and where they come from."""
     config = run.config
@@ -157,35 +222,43 @@ def save_final(run: RunFile, trial_dir: Path, tensors: Mapping[str, Tensor], nam
 
 
 def _train_in_rounds(
-    run: RunFile, trial_dir: Path, node: int, decoder: Decoder, events: EventWriter, device: torch.device
+    run: RunFile,
+    trial_dir: Path,
+    node: int,
+    model: Model,
+    events: Events,
+    device: torch.device,
+    checkpoints: Checkpoints,
 ) -> None:
-    config = run.config
-    address = read_address(run.server_address, trial_dir)
-    with SyncClient(address, config, node) as client:
-        exchange = Exchange(client, decoder, config.make_partition(), node, config)
-        if (round := exchange.join()) != 0:
-            raise SpesError(
-                f"node {node} joined at round {round}, but a node can only start at round 0; start the trial anew"
-            )
-        place = Place(node, config.nodes, node, config.nodes)
-        training(run, decoder, events, place, device, exchange=exchange).run()
-    if node == 0:
-        save_final(run, trial_dir, decoder.tensors(), "final.safetensors")
+    config, group, weights = run.config, model.group, model.weights
+
+    def train(exchange: Exchange | LeadingExchange | FollowingExchange) -> None:
+        # A checkpoint is taken up first: the server is then joined with its weights.
+        steps = training(run, model, events, node, device, checkpoints, exchange=exchange)
+        exchange.join(checkpoints.round)
+        steps.run()
+
+    if group is not None and group.rank > 0:
+        train(FollowingExchange(group, model.pieces))
+        return
+    with SyncClient(read_address(run.server_address, trial_dir), config, node) as client:
+        exchange = Exchange(client, weights, config.make_partition(), node, config)
+        train(LeadingExchange(exchange, weights) if isinstance(weights, DividedWeights) else exchange)
 
 
-def _train_in_group(run: RunFile, trial_dir: Path, decoder: Decoder, events: EventWriter, device: torch.device) -> None:
-    config = run.config
-    group = parallel.Group(device, config.world_size)
-    group.shard(decoder)
-    place = Place(group.rank, group.size, group.rank, group.size)
-    training(run, decoder, events, place, device, exchange=None).run()
-    per_step = counting.collective_bytes_per_step(config.model, group.size)
-    events.write("collective", steps=config.total_steps, bytes_sent=per_step * config.total_steps, basis="ring formula")
-    gathered = group.gather(decoder)
-    if gathered is not None:
-        save_final(run, trial_dir, gathered.tensors(), "final.safetensors")
-    group.barrier()
-    group.close()
+def _save_final(run: RunFile, trial_dir: Path, node: int, model: Model) -> None:
+    """Store the weights of the trial once; without any exchange those of each node."""
+    is_own = run.config.sync.exchange == "none"
+    if not is_own and node != 0:
+        return
+    name = f"final-node-{node}.safetensors" if is_own else "final.safetensors"
+    if model.group is None:
+        save_final(run, trial_dir, model.decoder.tensors(), name)
+    elif isinstance(model.weights, DividedWeights) and model.group.rank == 0:
+        tensors = model.weights.tensors()
+        model.weights.lead(lambda: save_final(run, trial_dir, tensors, name))
+    else:
+        follow(model.group, model.pieces)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ NOT_NEGATIVE = (
     "loss.router_z_weight",
     "model.init_std",
     "merge.until_step",
+    "checkpoint.interval_rounds",
+    "checkpoint.interval_steps",
     "seed",
 )
 
@@ -90,6 +92,8 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
         yield Problem("data.validation_fraction", f"({fraction:g}) must lie between 0 and 1, both excluded")
     if (size := config.data.tokenizer_vocab_size) < 257:
         yield Problem("data.tokenizer_vocab_size", f"({size}) must be at least 257: 256 bytes and the end of text")
+    if (keep := config.checkpoint.keep) < 2:
+        yield Problem("checkpoint.keep", f"({keep}) must be at least 2: processes may stop one checkpoint apart")
     if not 1024 <= (chunk := config.wire.chunk_bytes) <= 4 << 20:
         yield Problem("wire.chunk_bytes", f"({chunk}) must be between 1024 and {4 << 20}")
 
@@ -146,11 +150,6 @@ def _batch_rules(config: RunConfig) -> Iterator[Problem]:
             "optim.name",
             f'("{config.optim.name}") needs whole parameters in one process: sync.exchange other than "gradients" and'
             " parallel.ranks_per_node 1; or use adamw",
-        )
-    if config.parallel.ranks_per_node > 1 and config.sync.exchange != "gradients":
-        yield Problem(
-            "parallel.ranks_per_node",
-            f'({config.parallel.ranks_per_node}) must be 1 unless sync.exchange is "gradients"',
         )
 
 

@@ -55,6 +55,19 @@ def merge_steps(config: RunConfig) -> list[int]:
     return [step for previous, step in pairs if due_merge_alpha(config.merge, previous, step) > 0]
 
 
+def checkpoint_steps(config: RunConfig) -> list[int]:
+    """The steps after which a checkpoint is stored; with rounds, where every interval_rounds-th round has closed.
+
+    None lies at the end: a run that stops there has only its last interval to repeat, and keeps a server to talk to.
+    """
+    checkpoint, total = config.checkpoint, config.total_steps
+    if config.sync.exchange == "rounds":
+        interval, candidates = checkpoint.interval_rounds, round_steps(config)
+    else:
+        interval, candidates = checkpoint.interval_steps, list(range(1, total + 1))
+    return [step for step in candidates[interval - 1 :: interval] if step < total] if interval else []
+
+
 def validation_steps(config: RunConfig) -> list[int]:
     """The steps after which the global model is validated.
 

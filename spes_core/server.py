@@ -1,7 +1,9 @@
 """The parameter server process: `python -m spes_core.server RUN.json`.
 
-Writes its address to server.address and its events to events/server.jsonl, both beside RUN.json. Ends with 0 when every
-round is closed and delivered or when it is told to stop by SIGTERM, 1 when a round fails, 2 when it cannot start.
+Writes its address and process id to server.address and its events to events/server.jsonl, both beside RUN.json, and
+goes on from the newest checkpoint that all processes of the run have there (spes_core.snapshots). Ends with 0 when
+every round is closed and delivered or when it is told to stop by SIGTERM, 1 when a round fails or a checkpoint is
+damaged, 2 when it cannot start.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +24,24 @@ import grpc
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from spes_core import snapshots
 from spes_core.address import ADDRESS_FILE
 from spes_core.config import RunConfig, RunFile
-from spes_core.errors import ConfigError, Problem, RoundFailed
+from spes_core.errors import ConfigError, DataError, Problem, RoundFailed
 from spes_core.events import EventWriter
 from spes_core.initial import initial_weights
 from spes_core.model.counting import tensor_shapes
 from spes_core.processlife import die_with_parent, rss_peak_bytes
 from spes_core.protocol import channel
 from spes_core.protocol.servicer import SyncServicer
-from spes_core.schedules import merge_steps, round_steps
+from spes_core.schedules import checkpoint_steps, merge_steps, round_steps
 from spes_core.sync.codec import Values
+from spes_core.sync.global_state import GlobalState
 from spes_core.sync.messages import schema_of
-from spes_core.sync.parameter_server import ParameterServer
+from spes_core.sync.parameter_server import FRESH, ParameterServer, Standing
+from spes_core.tensorfile import read_tensors, write_tensors
 
+_PARTICIPANT = "server"
 _FAREWELL_S = 5.0
 """How long answers that are under way may take once the server ends."""
 
@@ -54,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except RoundFailed as error:
+    except (RoundFailed, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -66,16 +74,20 @@ def serve(run: RunFile, folder: Path) -> None:
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
     server = grpc.server(ThreadPoolExecutor(_num_threads(run.config)), options=channel.OPTIONS)
     port = bind(server, run.server_address)
-    events = EventWriter(folder / "events" / "server.jsonl")
+    standing, first_value, events_bytes = _take_up(run.config, folder)
+    events = EventWriter(folder / "events" / "server.jsonl", events_bytes)
     events.write("start", pid=os.getpid())
-    core = ParameterServer(run.config, schema_of(tensor_shapes(run.config.model)), _initial(run.config), events.write)
+    if standing.step:
+        events.write("resume", step=standing.step, round=standing.round)
+    schema, due = schema_of(tensor_shapes(run.config.model)), checkpoint_steps(run.config)
+    core = ParameterServer(run.config, schema, first_value, events.write, standing, due)
     with _StopSignal(core) as stop:
         try:
             _start(server, core, run.config)
             address = f"{run.server_address.rpartition(':')[0]}:{port}"
-            _write_atomically(folder / ADDRESS_FILE, address + "\n")
+            _write_atomically(folder / ADDRESS_FILE, f"{address}\n{os.getpid()}\n")
             events.write("listening", address=address)
-            core.wait_finished()
+            core.wait_finished(lambda standing: _store(run.config, folder, core.state, standing, events.size_bytes))
         except RoundFailed:
             if not stop.is_asked:
                 raise
@@ -138,6 +150,40 @@ def _initial(config: RunConfig) -> Callable[[str], Values]:
         return values
 
     return flat
+
+
+def _take_up(config: RunConfig, folder: Path) -> tuple[Standing, Callable[[str], Values], int]:
+    """Where the run stands, the value of each tensor by name, and the size of the event file then."""
+    if not (step := snapshots.resume_step(config, folder, _PARTICIPANT)):
+        return FRESH, _initial(config), 0
+    manifest, path = snapshots.load(folder, _PARTICIPANT, step)
+    stored = dict(read_tensors(path))
+    schema = tensor_shapes(config.model)
+    ends = list(accumulate(prod(shape) for shape in schema.values()))
+    start_of = dict(zip(schema, [0, *ends], strict=False))
+    values: Values = stored["values"].numpy()
+
+    def of_tensor(name: str) -> Values:
+        return values[start_of[name] : start_of[name] + prod(schema[name])]
+
+    momentum: Values | None = stored["momentum"].clone().numpy() if "momentum" in stored else None
+    standing = Standing(round=manifest.round, step=step, tokens=manifest.values["tokens"], momentum=momentum)
+    return standing, of_tensor, manifest.events_bytes
+
+
+def _store(config: RunConfig, folder: Path, state: GlobalState, standing: Standing, events_bytes: int) -> None:
+    """Store the global weights and the outer momentum; both stay as they are meanwhile."""
+    arrays = {"values": state.values} | ({} if standing.momentum is None else {"momentum": standing.momentum})
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    snapshots.store(
+        config,
+        snapshots.folder_of(folder, _PARTICIPANT),
+        lambda path: write_tensors(path, tensors),
+        step=standing.step,
+        round=standing.round,
+        events_bytes=events_bytes,
+        values={"tokens": standing.tokens},
+    )
 
 
 def _is_loopback(host: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -32,6 +32,7 @@ from spes_core.sync.client import Client
 from spes_core.sync.messages import Schema, schema_of
 from spes_core.sync.parameter_server import ParameterServer
 from spes_core.train.exchange import Exchange, RoundReport
+from spes_core.train.weights import LocalWeights
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -111,9 +112,13 @@ class Recorder:
         return [event for event in self.events if event["kind"] == kind]
 
 
-def make_server(config: RunConfig, recorder: Recorder | None = None) -> ParameterServer:
+def make_server(
+    config: RunConfig, recorder: Recorder | None = None, checkpoint_steps: Collection[int] = ()
+) -> ParameterServer:
     """A server core for the run."""
-    return ParameterServer(config, small_schema(config), initial_values(config), recorder or Recorder())
+    on_event = recorder or Recorder()
+    schema, values = small_schema(config), initial_values(config)
+    return ParameterServer(config, schema, values, on_event, checkpoint_steps=checkpoint_steps)
 
 
 @contextmanager
@@ -132,7 +137,7 @@ def served(core: ParameterServer, config: RunConfig) -> Iterator[str]:
 def make_exchange(client: Client, config: RunConfig, node: int) -> tuple[Exchange, PlainDecoder]:
     """One node's exchange over a plain decoder."""
     decoder = PlainDecoder(config)
-    return Exchange(client, decoder, config.make_partition(), node, config), decoder
+    return Exchange(client, LocalWeights(decoder.tensors()), config.make_partition(), node, config), decoder
 
 
 def run_rounds(
@@ -145,7 +150,7 @@ def run_rounds(
 
     def node_main(node: int) -> tuple[PlainDecoder, list[RoundReport]]:
         exchange, decoder = make_exchange(make_client(node), config, node)
-        assert exchange.join() == 0
+        exchange.join()
         reports = []
         for round in range(num_rounds):
             decoder.train(config, node, round)

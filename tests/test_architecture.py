@@ -40,7 +40,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "filedigest",
             "processlife",
             "address",
-            "address",
+            "snapshots",
         ),
         (*THIRD_PARTY, *EDGES, *TRAINING, "spes_core.model", "spes_core.sync", "spes_core.protocol"),
     ),
@@ -132,6 +132,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "structure",
         "data",
         "processlife",
+        "snapshots",
     }
     spawner = ROOT / "workbench/launch/spawner.py"  # imports the engine to fork from it; trains nothing itself
     for file in (ROOT / "workbench").rglob("*.py"):

@@ -31,7 +31,7 @@ def train_curve(config: RunConfig, recording: Recording) -> list[dict[str, Any]]
     points = []
     where = _axes(config, recording)
     for step, events in recording.by_step("train").items():
-        if len(events) == config.world_size:
+        if len(events) == config.num_recorders:
             means = {field: mean_of(events, field) for field in _TRAIN_MEANS}
             points.append({**where(step, events), **means, "tokens_per_s": total(events, "tokens_per_s")})
     return points
@@ -43,7 +43,7 @@ def validation_curve(config: RunConfig, recording: Recording) -> list[dict[str, 
     where = _axes(config, recording)
     for step, events in recording.by_step("validation").items():
         tokens, target_bytes = total(events, "target_tokens"), total(events, "target_bytes")
-        if len(events) < config.world_size or not tokens:
+        if len(events) < config.num_recorders or not tokens:
             continue
         loss_sum_nats = total(events, "loss_sum_nats")
         bits_per_byte = loss_sum_nats / math.log(2) / target_bytes if target_bytes else None

@@ -7,10 +7,12 @@ The folder of a trial (results/<study>/trials/<name>/)::
     logs/          stdout and stderr of each process
     events/        what each process recorded
     outcome.json   status, error, times                                          written when the processes have ended
+    checkpoints/   what the processes need to go on after a crash                removed when the trial is done
     result.json    everything that was measured                                  written last
 
-A folder without result.json was left by a killed controller; it is emptied and the trial runs again. Nothing is emptied
-before the launcher can start processes.
+A folder whose result.json is missing (its controller was killed) or not "done" is run again: from its newest checkpoint
+if the same code on the same data has left one, else from the start, in an empty folder. Nothing is touched before the
+launcher can start processes.
 """
 
 from __future__ import annotations
@@ -28,8 +30,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from spes_core import snapshots
 from spes_core.config import RunFile
 from spes_core.errors import SpesError
+from spes_core.events import cut_events
 from workbench.durable import read_json, write_json
 from workbench.failures import Failure, describe, first_failed
 from workbench.follow import EventTail, TrialState
@@ -126,20 +130,59 @@ def run_trial(
             describe_trial(trial, trial_dir, settings)  # what an earlier attempt left stays: this one has nothing
             outcome = _unlaunched(error)
         else:
+            step = keep_resumable(trial, trial_dir, settings)
             run = prepare(trial, trial_dir, settings)
-            execution = _Execution(run, trial_dir, launcher, on_progress, stop_request)
+            execution = _Execution(run, trial_dir, launcher, on_progress, stop_request, step)
             outcome = execution.carry_out(settings.timeout_s)
         write_json(trial_dir / "outcome.json", outcome)
+        if outcome["status"] == "done":
+            shutil.rmtree(trial_dir / "checkpoints", ignore_errors=True)
         result = build_result(trial_dir)
         write_json(trial_dir / "result.json", result)
         return result
 
 
+def keep_resumable(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> int:
+    """Leave in the trial's folder what its processes can go on from, and nothing else; the step, 0 for a fresh start.
+
+    Events after the checkpoint go, as the processes themselves would have it: whoever follows the files must not see
+    them shrink. Nodes that never exchange go on each from its own checkpoint; the earliest counts.
+    """
+    names = snapshots.participants(trial.config)
+    steps = dict.fromkeys(names, 0)
+    if _is_of(trial, trial_dir, settings):
+        steps = {name: snapshots.resume_step(trial.config, trial_dir, name) for name in names}
+    if not any(steps.values()):
+        _empty(trial_dir)
+        return 0
+    for pattern in ("result.json", "outcome.json", "server.address", "*.rendezvous", "*.store"):
+        for path in trial_dir.glob(pattern):
+            path.unlink()
+    for name, step in steps.items():
+        keep_bytes = snapshots.manifest(trial_dir, name, step).events_bytes if step else 0
+        cut_events(trial_dir / "events" / f"{name}.jsonl", keep_bytes)
+    return min(steps.values())
+
+
+def _is_of(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> bool:
+    """Whether the folder holds an earlier run of this trial by the same code on the same data."""
+    try:
+        about = read_json(trial_dir / "trial.json") or {}
+    except ValueError:
+        return False
+    header = read_json(settings.data_dir / "header.json") or {}
+    code = settings.provenance.get("code_digest")
+    return (
+        about.get("trial", {}).get("id") == trial.id
+        and about.get("provenance", {}).get("code_digest") == code
+        and about.get("data") == header
+    )
+
+
 def prepare(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> RunFile:
-    """Empty the trial's folder and fill it anew; returns what run.json says."""
-    _empty(trial_dir)
+    """Make the trial's folders and fill in trial.json and run.json; returns what run.json says."""
     for folder in ("events", "logs"):
-        (trial_dir / folder).mkdir()
+        (trial_dir / folder).mkdir(exist_ok=True)
     return describe_trial(trial, trial_dir, settings)
 
 
@@ -179,12 +222,14 @@ class _Execution:
         launcher: Launcher,
         on_progress: OnProgress | None,
         stop_request: StopRequest,
+        resumed_at_step: int,
     ) -> None:
         self._run, self._trial_dir, self._launcher = run, trial_dir, launcher
         self._on_progress, self._stop_request = on_progress, stop_request
         self._processes: list[Running] = []
         self._tail = EventTail(trial_dir / "events")
-        self._state = TrialState(run.trial, run.config.total_steps)
+        self._resumed_at_step = resumed_at_step
+        self._state = TrialState(run.trial, run.config.total_steps, resumed_at_step)
         self._launched_at_s = time.time()
         self._reported_at_s = 0.0
 
@@ -204,6 +249,7 @@ class _Execution:
             "status": status,
             "error": asdict(failure) if failure else None,
             "launched_at_s": self._launched_at_s,
+            "resumed_at_step": self._resumed_at_step,
             "started_at": _iso(self._launched_at_s),
             "finished_at": _iso(time.time()),
         }

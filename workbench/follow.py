@@ -38,8 +38,8 @@ class EventTail:
 class TrialState:
     """How far a trial is, according to the events seen so far."""
 
-    def __init__(self, trial: str, total_steps: int) -> None:
-        self._trial, self._total_steps = trial, total_steps
+    def __init__(self, trial: str, total_steps: int, resumed_at_step: int = 0) -> None:
+        self._trial, self._total_steps, self._resumed_at_step = trial, total_steps, resumed_at_step
         self._rounds = 0
         self._newest: dict[str, dict[str, Any]] = {}
 
@@ -67,4 +67,5 @@ class TrialState:
             tokens_per_s=sum(rates) if rates else None,
             round=self._rounds,
             elapsed_s=elapsed_s,
+            resumed_at_step=self._resumed_at_step,
         )

@@ -20,7 +20,7 @@ class ProcessSpec:
     """One process to start on this host: what a launcher needs and nothing else."""
 
     name: str
-    """Unique in the trial: "server", "node-0", ..., or "torchrun"."""
+    """Unique in the trial: "server", "node-0", ... (a process, or the torchrun of a group), or "torchrun"."""
     argv: tuple[str, ...]
     """Command line; the first word is a Python interpreter."""
     env: dict[str, str]
@@ -36,22 +36,22 @@ def plan(run: RunFile, trial_dir: Path, python: str = sys.executable) -> list[Pr
     """The processes of a run whose run.json lies in ``trial_dir``, in the order in which they are started.
 
     Rounds need one server and N nodes; gradients need one torchrun group of nodes × parallel.ranks_per_node ranks
-    and no server; without any exchange there are N nodes.
+    and no server; without any exchange there are N nodes. A node of several ranks is a torchrun group of its own.
     """
     run_file = str(trial_dir.absolute() / "run.json")
     exchange, env = run.config.sync.exchange, environment(run)
     if exchange == "gradients":
         ranks = run.config.world_size
-        argv = _group_argv(python, trial_dir.absolute(), ranks)
+        argv = _group_argv(python, trial_dir.absolute(), ranks, GROUP)
         return [ProcessSpec(name=GROUP, argv=argv, env=env | _group_environment())]
-    nodes = [
-        ProcessSpec(
-            name=f"node-{node}",
-            argv=(python, "-m", "spes_core.node", run_file, "--node", str(node)),
-            env=env,
-        )
-        for node in range(run.config.nodes)
-    ]
+    ranks = run.config.parallel.ranks_per_node
+    nodes = []
+    for node in range(run.config.nodes):
+        name, argv = f"node-{node}", (python, "-m", "spes_core.node", run_file)
+        if ranks > 1:
+            argv = _group_argv(python, trial_dir.absolute(), ranks, name)
+        node_env = env | _group_environment() if ranks > 1 else env
+        nodes.append(ProcessSpec(name=name, argv=(*argv, "--node", str(node)), env=node_env))
     server = ProcessSpec(name=SERVER, argv=(python, "-m", "spes_core.server", run_file), env=env)
     return [server, *nodes] if exchange == "rounds" else nodes
 
@@ -84,18 +84,19 @@ def _group_environment() -> dict[str, str]:
     }
 
 
-def _group_argv(python: str, trial_dir: Path, ranks: int) -> tuple[str, ...]:
+def _group_argv(python: str, trial_dir: Path, ranks: int, name: str) -> tuple[str, ...]:
     """A single-host torchrun group that meets in a file, as torch's own TCP store listens on every interface.
 
     On Linux torchrun forks the ranks, which then have torch loaded, as torchrun has. Elsewhere it starts each from
     scratch in a session of its own, which signals to the group do not reach; so ranks are told to end with torchrun.
+    What follows "--" is never taken for an option of torchrun's own, as --node would be for --node-rank.
     """
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1")
-    file = ("--rdzv-endpoint", str(trial_dir / "rendezvous"), "--rdzv-id", "trial")
+    file = ("--rdzv-endpoint", str(trial_dir / f"{name}.rendezvous"), "--rdzv-id", name)
     meeting = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", *file)
     logs = ("--log-dir", str(trial_dir / "logs"))
     if sys.platform == "linux":
-        node = ("--start-method", "fork", "--run-path", str(Path(spes_core.__file__).with_name("node.py")))
+        node = ("--start-method", "fork", "--run-path", "--", str(Path(spes_core.__file__).with_name("node.py")))
     else:
-        node = ("-m", "spes_core.node")
+        node = ("-m", "--", "spes_core.node")
     return (python, *torchrun, *meeting, *logs, *node, str(trial_dir / "run.json"), "--die-with-parent")

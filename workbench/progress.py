@@ -23,12 +23,15 @@ class Progress:
     round: int
     """Rounds completed."""
     elapsed_s: float
-    """Seconds since the trial was started."""
+    """Seconds since the trial was started, or started again."""
+    resumed_at_step: int = 0
+    """The step of the checkpoint that it goes on from; 0 when it began anew."""
 
     @property
     def remaining_s(self) -> float | None:
-        """Expected seconds to the last step at the mean pace so far; None before the first step."""
-        return self.elapsed_s / self.step * (self.total_steps - self.step) if self.step else None
+        """Expected seconds to the last step at the mean pace since the start; None before the first step."""
+        taken = self.step - self.resumed_at_step
+        return self.elapsed_s / taken * (self.total_steps - self.step) if taken > 0 else None
 
 
 OnProgress = Callable[[Progress], None]

@@ -48,7 +48,10 @@ def build_result(trial_dir: Path) -> dict[str, Any]:
         "train": train_curve(config, recording),
         "validation": validation_curve(config, recording),
     }
-    metrics = compute_metrics(config, recording, curves, outcome["launched_at_s"])
+    # The launch that a resumed run's first step followed is not the one that this outcome tells of.
+    resumed_at_step = outcome.get("resumed_at_step", 0)
+    launched_at_s = None if resumed_at_step else outcome["launched_at_s"]
+    metrics = compute_metrics(config, recording, curves, launched_at_s)
     assert metrics.keys() <= METRICS.keys()
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     result = {
@@ -58,6 +61,7 @@ def build_result(trial_dir: Path) -> dict[str, Any]:
         "error": outcome["error"],
         "started_at": outcome["started_at"],
         "finished_at": outcome["finished_at"],
+        "resumed_at_step": resumed_at_step,
         "config": to_dict(config),
         "data": data_summary(about["data"]),
         "metrics": finite,
@@ -146,7 +150,7 @@ def speed(config: RunConfig, recording: Recording) -> dict[str, float | None]:
     computing: neither the speed of computing alone nor any share of the time is given.
     """
     events = list(recording.last_by_node("end").values())
-    if len(events) < config.world_size:
+    if len(events) < config.num_recorders:
         return {}
     training_s = [event["wall_time_s"] - event["validate_s"] for event in events]
     metrics: dict[str, float | None] = {
@@ -164,7 +168,7 @@ def speed(config: RunConfig, recording: Recording) -> dict[str, float | None]:
 def launch_to_first_step_s(config: RunConfig, recording: Recording, launched_at_s: float | None) -> float | None:
     """From the start of the first process (as the controller saw it) until every node had taken a step."""
     first_steps: list[float] = [event["time_s"] for event in recording.last_by_node("first_step").values()]
-    if launched_at_s is None or len(first_steps) < config.world_size:
+    if launched_at_s is None or len(first_steps) < config.num_recorders:
         return None
     return max(first_steps) - launched_at_s
 
@@ -210,7 +214,7 @@ def measured_memory(recording: Recording) -> list[dict[str, Any]]:
 
 def predicted_memory(config: RunConfig) -> list[dict[str, Any]]:
     """Bytes of each process by part, by arithmetic."""
-    return [{"node": node} | asdict(counting.memory(config, node)) for node in range(config.world_size)]
+    return [{"node": node} | asdict(counting.memory(config, node)) for node in range(config.num_recorders)]
 
 
 def mean_times(recording: Recording) -> dict[str, float]:

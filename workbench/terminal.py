@@ -62,8 +62,9 @@ def progress_text(progress: Progress) -> str:
     """The state of a trial in one line, without its name."""
     loss = "?" if progress.loss_nats is None else f"{progress.loss_nats:.3f}"
     rate = "?" if progress.tokens_per_s is None else f"{progress.tokens_per_s:,.0f}"
+    resumed = f"resumed at step {progress.resumed_at_step}  " if progress.resumed_at_step else ""
     return (
-        f"step {progress.step}/{progress.total_steps}  loss {loss}  {rate} tokens/s"
+        f"{resumed}step {progress.step}/{progress.total_steps}  loss {loss}  {rate} tokens/s"
         f"  round {progress.round}  ETA {duration(progress.remaining_s)}"
     )
 

@@ -149,21 +149,22 @@ class MemoryParts:
 
 
 def memory(config: RunConfig, node: int) -> MemoryParts:
-    """Predict the memory of one process of ``node``.
+    """Predict the memory of one process of ``node`` (with sync.exchange "gradients": of one rank).
 
-    With sync.exchange "gradients" each rank holds a shard of every parameter: its rows are dealt in equal runs,
-    rounded up, so the figure is that of rank 0, which holds the most.
+    In a torchrun group each rank holds a part of every parameter, rounded up (parallel.strategy "fsdp"), so the figure
+    is that of rank 0, which holds the most.
     """
     model = config.model
-    shapes = tensor_shapes(model)
-    trained = trained_tensors(config, node)
     if config.sync.exchange == "gradients":
-        trained_elements, frozen_elements = _shard_elements(model, config.world_size), 0
-        moments = FLOAT32_BYTES * trained_elements * _MOMENTS[config.optim.name]
-    else:
-        trained_elements = sum(prod(shapes[name]) for name in trained)
-        frozen_elements = sum(map(prod, shapes.values())) - trained_elements
-        moments = moments_bytes(config.optim, {name: shapes[name] for name in trained})
+        node //= config.parallel.ranks_per_node
+    ranks = config.group_size if config.parallel.strategy == "fsdp" else 1
+    num_trained = len(config.make_partition().experts_by_node[node])
+    trained_elements = _shard_elements(model, ranks, num_trained)
+    frozen_elements = _bank_shard_elements(model, ranks, model.num_experts - num_trained)
+    moments = FLOAT32_BYTES * trained_elements * _MOMENTS[config.optim.name]
+    if ranks == 1:
+        shapes = tensor_shapes(model)
+        moments = moments_bytes(config.optim, {name: shapes[name] for name in trained_tensors(config, node)})
     frozen_width = BFLOAT16_BYTES if config.frozen.dtype == "bfloat16" else FLOAT32_BYTES
     sequences, length = config.micro_batch_sequences, config.data.sequence_length
     return MemoryParts(
@@ -209,23 +210,33 @@ def uses_muon(name: str) -> bool:
 def sync_buffers_bytes(config: RunConfig) -> int:
     """Host memory that one node's round takes beside the model: the chunk under way.
 
-    A decoder whose tensors are not float32 in host memory adds a copy of the tensor under way (`train.exchange`).
+    Where ranks divide the model, or its tensors are not float32 in host memory, a buffer for the largest tensor is
+    added (`train.weights`); the latter depends on the device and is not predicted here.
     """
     if config.sync.exchange != "rounds":
         return 0
     largest = max(map(prod, tensor_shapes(config.model).values()))
-    return min(config.wire.chunk_bytes, FLOAT32_BYTES * largest)
+    staged_bytes = FLOAT32_BYTES * largest if config.group_size > 1 else 0
+    return staged_bytes + min(config.wire.chunk_bytes, FLOAT32_BYTES * largest)
 
 
-def _shard_elements(model: ModelConfig, ranks: int) -> int:
-    """Parameters on rank 0 when each is cut along its first dimension; the experts of a layer are two stacked ones."""
+def _shard_elements(model: ModelConfig, ranks: int, num_trained: int) -> int:
+    """Trained parameters on rank 0 when each is cut along its first dimension, and banks as `_bank_shard_elements`."""
+    shapes = tensor_shapes(model).items()
+    shared = sum(ceil(shape[0] / ranks) * prod(shape[1:]) for name, shape in shapes if expert_of(name) is None)
+    return shared + _bank_shard_elements(model, ranks, num_trained)
+
+
+def _bank_shard_elements(model: ModelConfig, ranks: int, num_experts: int) -> int:
+    """Parameters on rank 0 of the banks of ``num_experts`` experts in all layers.
+
+    They are cut by rows, or by experts where the rows do not divide (`train.parallel`).
+    """
     elements = 0
     for name, shape in tensor_shapes(model).items():
-        expert = expert_of(name)
-        if expert is None:
-            elements += ceil(shape[0] / ranks) * prod(shape[1:])
-        elif expert == 0:
-            elements += ceil(model.num_experts / ranks) * prod(shape)
+        if expert_of(name) == 0:
+            by_rows = shape[0] % ranks == 0
+            elements += num_experts * prod(shape) // ranks if by_rows else ceil(num_experts / ranks) * prod(shape)
     return elements
 
 

@@ -18,7 +18,7 @@ from spes_core.config import ComputeConfig, FrozenConfig, LossConfig, ModelConfi
 from spes_core.model.attention import Attention, rotation_tables
 from spes_core.model.counting import tensor_shapes
 from spes_core.model.losses import token_loss
-from spes_core.model.moe import Experts, route
+from spes_core.model.moe import AllRanks, Experts, route
 from spes_core.model.norm import rms_norm
 from spes_core.names import parse_expert
 
@@ -174,6 +174,7 @@ class DecoderLayer(nn.Module):
         self.moe_norm = nn.Parameter(torch.empty(config.d_model))
         self.router = nn.Parameter(torch.empty(config.num_experts, config.d_model))
         self.experts = Experts(config, trained_experts, compute=compute, frozen_dtype=frozen_dtype)
+        self.all_ranks: AllRanks | None = None
         self._keeps_input_only = compute.activation_checkpointing == "block"
         self._train = torch.compile(self._compute) if compute.compile else self._compute
 
@@ -194,6 +195,6 @@ class DecoderLayer(nn.Module):
         x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.norm_eps), rotation)
         y_ND = rms_norm(x_BTD, self.moe_norm, self.norm_eps).flatten(0, 1)
         logits_NE = linear(y_ND, self.router.to(y_ND.dtype))
-        routing = route(logits_NE, self.top_k, self.normalize_top_k, other_tokens_E)
+        routing = route(logits_NE, self.top_k, self.normalize_top_k, other_tokens_E, self.all_ranks)
         x_BTD = x_BTD + self.experts(y_ND, routing).view(x_BTD.shape)
         return x_BTD, routing.balance_loss, routing.router_z_loss, routing.expert_tokens_E

@@ -9,7 +9,7 @@ the gradient of its input and of its router weight, and never the product that w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,15 @@ from torch import Tensor, nn
 from spes_core.config import ComputeConfig, ModelConfig
 from spes_core.model.expert_plan import Plan
 from spes_core.model.experts import run_experts
+
+
+class AllRanks(NamedTuple):
+    """The processes that divide a batch, as far as the model must know them: to count tokens over all of it."""
+
+    size: int
+    """Number of processes; each has equally many tokens."""
+    total: Callable[[Tensor], Tensor]
+    """Sum of a tensor over the processes."""
 
 
 class Routing(NamedTuple):
@@ -33,24 +42,32 @@ class Routing(NamedTuple):
     balance_loss: Tensor
     """E · Σ_e f_e·p_e / K with f_e the share of tokens sent to e, p_e the mean router probability: 1 when uniform.
 
-    The shares are those of the node's whole batch as far as `route` is told of other micro-batches; no gradient
-    flows through them, so the loss is linear in the micro-batch."""
+    The shares are those of the node's whole batch, as far as `route` is told of other micro-batches and processes. No
+    gradient flows through them, so the mean of this loss over processes, and of its gradient, is that of the whole."""
     router_z_loss: Tensor
     """Mean over tokens of logsumexp(router logits)²."""
 
 
-def route(logits_NE: Tensor, top_k: int, normalize: bool, other_tokens_E: Tensor | None = None) -> Routing:
+def route(
+    logits_NE: Tensor,
+    top_k: int,
+    normalize: bool,
+    other_tokens_E: Tensor | None = None,
+    all_ranks: AllRanks | None = None,
+) -> Routing:
     """Softmax in fp32 (or better), then the ``top_k`` largest; ``normalize`` rescales their weights to sum to one.
 
-    ``other_tokens_E`` (int64) are tokens sent to each expert by other micro-batches of the step: the balance loss
-    takes its fractions f over them and these tokens together.
+    ``other_tokens_E`` (int64) are tokens sent to each expert by other micro-batches of the step, ``all_ranks`` the
+    processes that divide the batch: the balance loss takes its fractions f over all of their tokens together.
     """
     if torch.compiler.is_compiling():
-        return _plain_route(logits_NE.float(), top_k, normalize, other_tokens_E)
-    return Routing(*_Route.apply(logits_NE, top_k, normalize, other_tokens_E))  # type: ignore[no-untyped-call]
+        return _plain_route(logits_NE.float(), top_k, normalize, other_tokens_E, all_ranks)
+    return Routing(*_Route.apply(logits_NE, top_k, normalize, other_tokens_E, all_ranks))  # type: ignore[no-untyped-call]
 
 
-def _plain_route(logits_NE: Tensor, top_k: int, normalize: bool, other_tokens_E: Tensor | None) -> Routing:
+def _plain_route(
+    logits_NE: Tensor, top_k: int, normalize: bool, other_tokens_E: Tensor | None, all_ranks: AllRanks | None
+) -> Routing:
     """`_Route` as plain operations, which the compiler fuses and differentiates."""
     num_tokens, num_experts = logits_NE.shape
     log_partition_N1 = logits_NE.logsumexp(-1, keepdim=True)
@@ -60,18 +77,20 @@ def _plain_route(logits_NE: Tensor, top_k: int, normalize: bool, other_tokens_E:
         weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
     each_E = torch.arange(num_experts, device=logits_NE.device)
     expert_tokens_E = (experts_NK.reshape(-1, 1) == each_E).sum(0)
-    counts_E, counted = _counted(expert_tokens_E, num_tokens, top_k, other_tokens_E)
+    counts_E, counted = _counted(expert_tokens_E, num_tokens, top_k, other_tokens_E, all_ranks)
     balance_loss = (counts_E / counted * probabilities_NE.mean(0)).sum() * (num_experts / top_k)
     return Routing(weights_NK, experts_NK, expert_tokens_E, balance_loss, log_partition_N1.square().mean())
 
 
 def _counted(
-    expert_tokens_E: Tensor, num_tokens: int, top_k: int, other_tokens_E: Tensor | None
+    expert_tokens_E: Tensor, num_tokens: int, top_k: int, other_tokens_E: Tensor | None, all_ranks: AllRanks | None
 ) -> tuple[Tensor, Tensor | int]:
     """Tokens sent to each expert, and tokens that they came from, of all that the balance loss counts."""
-    if other_tokens_E is None:
+    if other_tokens_E is None and all_ranks is None:
         return expert_tokens_E, num_tokens
-    counts_E = expert_tokens_E + other_tokens_E
+    counts_E = expert_tokens_E if other_tokens_E is None else expert_tokens_E + other_tokens_E
+    if all_ranks is not None:
+        counts_E = all_ranks.total(counts_E)
     return counts_E, counts_E.sum() / top_k
 
 
@@ -80,7 +99,12 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NE: Tensor, top_k: int, normalize: bool, other_tokens_E: Tensor | None
+        ctx: Any,
+        logits_NE: Tensor,
+        top_k: int,
+        normalize: bool,
+        other_tokens_E: Tensor | None,
+        all_ranks: AllRanks | None,
     ) -> tuple[Tensor, ...]:
         logits_NE = logits_NE if logits_NE.dtype == torch.float64 else logits_NE.float()
         num_tokens, num_experts = logits_NE.shape
@@ -91,7 +115,7 @@ class _Route(torch.autograd.Function):
             weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
         flat_S = experts_NK.reshape(-1)
         expert_tokens_E = flat_S.new_zeros(num_experts).scatter_add_(0, flat_S, torch.ones_like(flat_S))
-        counts_E, counted = _counted(expert_tokens_E, num_tokens, top_k, other_tokens_E)
+        counts_E, counted = _counted(expert_tokens_E, num_tokens, top_k, other_tokens_E, all_ranks)
         fraction_E = counts_E / counted
         scale = num_experts / top_k
         balance_loss = (fraction_E * probabilities_NE.mean(0)).sum() * scale
@@ -167,9 +191,13 @@ class Experts(nn.Module):
 
     def tensor(self, expert: int, matrix: str) -> Tensor:
         """A view of one matrix ("gate_up" or "down") of one expert, detached, sharing storage."""
-        is_trained, row = self.locations[expert]
-        bank = self.get_parameter(f"{'trained' if is_trained else 'frozen'}_{matrix}")
+        bank, row = self.bank_of(expert, matrix)
         return bank.detach()[row]
+
+    def bank_of(self, expert: int, matrix: str) -> tuple[nn.Parameter, int]:
+        """The bank that holds one matrix of one expert, and its row there."""
+        is_trained, row = self.locations[expert]
+        return self.get_parameter(f"{'trained' if is_trained else 'frozen'}_{matrix}"), row
 
 
 Locations = tuple[tuple[bool, int], ...]

@@ -25,8 +25,10 @@ class GlobalState:
     they are the same memory: a tensor's old value is not needed once its first new one arrives.
     """
 
-    def __init__(self, schema: Schema, outer: OuterConfig, initial: Callable[[str], Values]) -> None:
-        """``initial(name)`` gives the flat initial value of a tensor."""
+    def __init__(
+        self, schema: Schema, outer: OuterConfig, initial: Callable[[str], Values], momentum: Values | None = None
+    ) -> None:
+        """``initial(name)`` gives the flat initial value of a tensor; a resumed run also gives its ``momentum``."""
         self._schema, self._outer = schema, outer
         self.starts = tuple(accumulate((spec.num_elements for spec in schema), initial=0))
         """Position of each tensor's first value; one more entry for the end."""
@@ -35,7 +37,10 @@ class GlobalState:
             self.tensor(index)[:] = initial(spec.name)
         # Written once now, so that no round pays for the page faults.
         self.mean = self.values if outer.kind == "none" else self.values.copy()
-        self._momentum = np.zeros_like(self.values) if outer.kind == "nesterov" else None
+        self.momentum: Values | None = None
+        """Velocity of the outer optimizer, like ``values``; None when it has none."""
+        if outer.kind == "nesterov":
+            self.momentum = np.zeros_like(self.values) if momentum is None else momentum
 
     def tensor(self, index: int) -> Values:
         """The global value of one tensor, flat, as a view."""
@@ -44,7 +49,7 @@ class GlobalState:
     def adopt_mean(self) -> None:
         """Turn the complete mean into the new global weights, through the outer optimizer when there is one."""
         if self._outer.kind != "none":
-            outer_step(self.values, self.mean, self._momentum, self._outer)
+            outer_step(self.values, self.mean, self.momentum, self._outer)
 
     def merge(self, num_neighbours: int, alpha: float) -> None:
         """Merge the experts of every layer in place."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from spes_core import schedules
 from spes_core.config import RunConfig
@@ -34,23 +35,53 @@ OnEvent = Callable[..., None]
 """Called as on_event(kind, **fields), never by two threads at once."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """How far a server has come, beside the global weights: what it stores, and goes on from."""
+
+    round: int
+    """Rounds closed."""
+    step: int
+    """Optimizer steps taken."""
+    tokens: int
+    """Training tokens of all nodes so far."""
+    momentum: Values | None
+    """Velocity of the outer optimizer, when it has one."""
+
+
+FRESH = Standing(round=0, step=0, tokens=0, momentum=None)
+
+
 class ParameterServer:
     """Takes what each node trained, forms the new global weights, hands out what each node lacks."""
 
-    def __init__(self, config: RunConfig, schema: Schema, initial: Callable[[str], Values], on_event: OnEvent) -> None:
-        """``initial(name)`` gives the flat initial value of a tensor; the buffers are allocated here, once."""
+    def __init__(
+        self,
+        config: RunConfig,
+        schema: Schema,
+        initial: Callable[[str], Values],
+        on_event: OnEvent,
+        standing: Standing = FRESH,
+        checkpoint_steps: Collection[int] = (),
+    ) -> None:
+        """``initial(name)`` gives the flat first value of a tensor; the buffers are allocated here, once.
+
+        After each of the ``checkpoint_steps`` no round begins until `wait_finished` has stored the state.
+        """
         self._config, self.schema, self._on_event = config, schema, on_event
         self.partition = config.make_partition()
         self._steps = schedules.round_steps(config)
-        self.state = GlobalState(schema, config.outer, initial)
+        self.state = GlobalState(schema, config.outer, initial, standing.momentum)
         self._digest = self.state.digest()
         self.codec = make_codec(config.wire.dtype)
         self._condition = threading.Condition()
         self._sessions: dict[int, bytes] = {}
         self._failure: str | None = None
-        self._tokens = 0
+        self._first_round, self._tokens = standing.round, standing.tokens
+        self._checkpoint_steps = frozenset(checkpoint_steps)
+        self._unsaved: Round | None = None
         self._closed: Round | None = None
-        self._open: Round | None = self._make_round(0)
+        self._open: Round | None = self._make_round(standing.round)
 
     @property
     def wire(self) -> WireFormat:
@@ -151,7 +182,7 @@ class ParameterServer:
         part = upload.contribution
 
         def is_due() -> bool:
-            is_free = self._closed is None or self._closed.is_delivered
+            is_free = self._unsaved is None and (self._closed is None or self._closed.is_delivered)
             return is_free and all(upload.round.position(node) >= end for node in previous)
 
         with self._condition:
@@ -201,6 +232,7 @@ class ParameterServer:
             self._digest = now.digest
             self._tokens += now.weight_of(now.contributions)
             self._closed, self._open = now, self._make_round(now.index + 1)
+            self._unsaved = now if now.step in self._checkpoint_steps else None
             self._condition.notify_all()
         return closed_s - began_s
 
@@ -223,12 +255,29 @@ class ParameterServer:
     @property
     def rounds_closed(self) -> int:
         """How many rounds have been closed."""
-        return self._closed.index + 1 if self._closed else 0
+        return self._closed.index + 1 if self._closed else self._first_round
 
-    def wait_finished(self) -> None:
-        """Wait for the end of the last round. Raises RoundFailed when a round failed or the server was stopped."""
-        with self._condition:
-            self.wait(lambda: self.is_finished, lambda: False)
+    def wait_finished(self, save: Callable[[Standing], None] = lambda standing: None) -> None:
+        """Wait for the end of the last round, and store the state meanwhile: ``save`` may read it until it returns.
+
+        It is called when a due round has been delivered, while nodes already take their next steps. Raises RoundFailed
+        when a round failed or the server was stopped.
+        """
+        while True:
+            with self._condition:
+                self.wait(lambda: self.is_finished or self._must_save(), lambda: False)
+                now = self._unsaved
+                if now is None:
+                    return
+                momentum = self.state.momentum
+                standing = Standing(round=now.index + 1, step=now.step, tokens=self._tokens, momentum=momentum)
+            save(standing)
+            with self._condition:
+                self._unsaved = None
+                self._condition.notify_all()
+
+    def _must_save(self) -> bool:
+        return self._unsaved is not None and self._unsaved.is_delivered
 
     def fail(self, reason: str) -> None:
         """End the run: everyone who waits, and every later request, gets ``reason``."""

@@ -1,30 +1,25 @@
-"""One node's part in the rounds: send what it trained, adopt the new global weights in place."""
+"""One node's part in the rounds: send what it trained, adopt the new global weights in place.
+
+Of a node with several ranks only rank 0 talks to the server (`LeadingExchange`); the others give and take their parts
+of one tensor after another (`FollowingExchange`).
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
-import numpy as np
-import torch
 import xxhash
-from torch import Tensor
 
 from spes_core.config import RunConfig
 from spes_core.errors import ProtocolError
 from spes_core.partition import Partition, downloads
 from spes_core.sync.client import Client
-from spes_core.sync.codec import Codec, Values, make_codec
+from spes_core.sync.codec import Codec, make_codec
 from spes_core.sync.messages import DownloadManifest, make_hello, schema_of
-
-
-class HasTensors(Protocol):
-    """What an exchange needs of a model."""
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Canonical name to a detached view of every tensor, in canonical order."""
+from spes_core.train.parallel import Group, Piece
+from spes_core.train.weights import DividedWeights, Weights, follow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,37 +48,37 @@ class RoundReport:
 
 
 class Exchange:
-    """Carries a decoder's weights through the rounds. Optimizer moments are not touched.
+    """Carries a model's weights through the rounds. Optimizer moments are not touched.
 
-    Memory beside the model: one chunk, or one tensor where the decoder's is not contiguous float32 on the CPU.
+    Memory beside the model: one chunk, and one tensor where the weights are not contiguous float32 on the CPU.
     """
 
-    def __init__(self, client: Client, decoder: HasTensors, partition: Partition, node: int, config: RunConfig) -> None:
+    def __init__(self, client: Client, weights: Weights, partition: Partition, node: int, config: RunConfig) -> None:
         self._client, self._partition, self._node, self._config = client, partition, node, config
-        self._tensors = list(decoder.tensors().values())
-        self._schema = schema_of({name: tuple(t.shape) for name, t in decoder.tensors().items()})
+        self._weights = weights
+        self._schema = schema_of(weights.shapes)
         self._codec = make_codec(config.wire.dtype)
         self._trained = tuple(i for i, spec in enumerate(self._schema) if partition.trains(node, spec.name))
-        # Hashing the model costs little where its memory can be read as it is; elsewhere it would mean copying it all.
-        self._verifies = all(_is_plain(tensor) for tensor in self._tensors)
 
     @property
     def buffer_bytes(self) -> int:
         """Memory that a round takes beside the model: the largest chunk, and the largest tensor that is staged."""
-        sizes_bytes = [4 * spec.num_elements for spec in self._schema]
-        chunk_bytes = min(self._config.wire.chunk_bytes, max(sizes_bytes))
-        pairs = zip(sizes_bytes, self._tensors, strict=True)
-        return chunk_bytes + max((size for size, tensor in pairs if not _is_plain(tensor)), default=0)
+        largest_bytes = max(4 * spec.num_elements for spec in self._schema)
+        return min(self._config.wire.chunk_bytes, largest_bytes) + self._weights.staged_bytes
 
-    def join(self) -> int:
-        """Join the run; the round that this node enters (0 for a fresh run).
+    def join(self, round: int = 0) -> None:
+        """Join the run with the weights that round ``round`` begins with.
 
-        Raises Refused with the difference, and ProtocolError when the run is fresh and the initial weights differ.
+        Raises Refused with the difference when the server runs something else, and ProtocolError when it is at another
+        round or begins it with other weights.
         """
         welcome = self._client.join(make_hello(self._config, self._schema, self._node))
-        if welcome.round == 0:
-            self._verify(welcome.digest, "the initial weights")
-        return welcome.round
+        if welcome.round != round:
+            raise ProtocolError(
+                f"node {self._node} is about to enter round {round}, and the server is at round {welcome.round};"
+                " stop all processes of the run and start them together, so that all continue from one checkpoint"
+            )
+        self._verify(welcome.digest, "the initial weights" if round == 0 else f"the weights of checkpoint {round}")
 
     def run_round(self, round: int, step: int, tokens: int) -> RoundReport:
         """Upload with weight ``tokens`` (this node's in this round), wait, and adopt the new global weights in place.
@@ -91,7 +86,7 @@ class Exchange:
         Raises RoundFailed, Refused, Unreachable or ProtocolError; the weights may then be partly old and partly new.
         """
         up = self._client.upload(round=round, step=step, tokens=tokens, tensors=self._trained, payload_of=self._encode)
-        sink = _Adoption(self._tensors, self._codec, self._expected)
+        sink = _Adoption(self._weights, self._codec, self._expected)
         down = self._client.download(round=round, sink=sink)
         began_s = time.perf_counter()
         manifest = down.manifest
@@ -115,7 +110,7 @@ class Exchange:
         )
 
     def _encode(self, index: int) -> memoryview:
-        return self._codec.encode(_as_values(self._tensors[index]))
+        return self._codec.encode(self._weights.read(index))
 
     def _expected(self, manifest: DownloadManifest) -> tuple[int, ...]:
         """The tensors that the server must send: the rule that it follows, applied here."""
@@ -127,25 +122,56 @@ class Exchange:
         )
 
     def _verify(self, digest: str, what: str) -> None:
-        if not self._verifies:
+        # Hashing the model costs little where its memory can be read as it is; elsewhere it would mean copying it all.
+        if not self._weights.is_plain:
             return
         hasher = xxhash.xxh3_64()
-        for tensor in self._tensors:
-            hasher.update(_as_values(tensor).data)
+        for index in range(len(self._schema)):
+            hasher.update(self._weights.read(index).data)
         if hasher.hexdigest() != digest:
             raise ProtocolError(
                 f"{what} differ between node {self._node} and the server (digest {hasher.hexdigest()}, there {digest})"
             )
 
 
-class _Adoption:
-    """Decodes a download into the tensors in place."""
+class LeadingExchange:
+    """An exchange on rank 0 of a group: the other ranks follow, and learn how it ended."""
 
-    def __init__(
-        self, tensors: list[Tensor], codec: Codec, expected: Callable[[DownloadManifest], tuple[int, ...]]
-    ) -> None:
-        self._tensors, self._codec, self._expected = tensors, codec, expected
-        self._stage: Values | None = None
+    def __init__(self, exchange: Exchange, weights: DividedWeights) -> None:
+        self._exchange, self._weights = exchange, weights
+        self.buffer_bytes = exchange.buffer_bytes
+
+    def join(self, round: int = 0) -> None:
+        """See `Exchange.join`."""
+        self._weights.lead(lambda: self._exchange.join(round))
+
+    def run_round(self, round: int, step: int, tokens: int) -> RoundReport:
+        """See `Exchange.run_round`."""
+        return self._weights.lead(lambda: self._exchange.run_round(round, step, tokens), asdict)
+
+
+class FollowingExchange:
+    """The part of any other rank: it follows, gets the same report and raises the same errors."""
+
+    buffer_bytes = 0
+
+    def __init__(self, group: Group, pieces: list[Piece]) -> None:
+        self._group, self._pieces = group, pieces
+
+    def join(self, round: int = 0) -> None:
+        """See `Exchange.join`."""
+        follow(self._group, self._pieces)
+
+    def run_round(self, round: int, step: int, tokens: int) -> RoundReport:
+        """See `Exchange.run_round`."""
+        return RoundReport(**follow(self._group, self._pieces))
+
+
+class _Adoption:
+    """Decodes a download into the weights in place."""
+
+    def __init__(self, weights: Weights, codec: Codec, expected: Callable[[DownloadManifest], tuple[int, ...]]) -> None:
+        self._weights, self._codec, self._expected = weights, codec, expected
 
     def begin(self, manifest: DownloadManifest) -> None:
         """Refuse a download of other tensors than the rule gives this node."""
@@ -154,27 +180,4 @@ class _Adoption:
 
     def write(self, tensor: int, offset: int, payload: memoryview) -> None:
         """Decode one chunk to where it belongs."""
-        target = self._tensors[tensor]
-        values = self._codec.decode(payload)
-        first = self._codec.format.elements(offset)
-        if _is_plain(target):
-            _as_values(target)[first : first + values.size] = values
-            return
-        if self._stage is None:
-            self._stage = np.empty(target.numel(), dtype=np.float32)
-        self._stage[first : first + values.size] = values
-        if first + values.size == target.numel():
-            target.copy_(torch.from_numpy(self._stage).view(target.shape))
-            self._stage = None
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's memory is float32 values in order that numpy can see."""
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and tensor.is_contiguous()
-
-
-def _as_values(tensor: Tensor) -> Values:
-    """The tensor's values, flat: its own memory where that is plain, else a copy."""
-    plain = tensor if _is_plain(tensor) else tensor.to("cpu", torch.float32).contiguous()
-    values: Values = plain.view(-1).numpy()
-    return values
+        self._weights.write(tensor, self._codec.format.elements(offset), self._codec.decode(payload))

@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spes_core import schedules
 from spes_core.config import RunConfig
-from spes_core.events import EventWriter
+from spes_core.events import Events
 from spes_core.model.decoder import Decoder
 from spes_core.processlife import rss_peak_bytes
 from spes_core.train import footprint
@@ -52,6 +52,58 @@ class RoundExchange(Protocol):
         """Exchange trained tensors for the new global model, in place."""
 
 
+class Ranks(Protocol):
+    """What the loop needs of `train.parallel.Group`: numbers over all ranks of a node, of which rank 0 records them."""
+
+    size: int
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Sum of each number over the ranks."""
+
+    def maxima(self, values: Sequence[float]) -> list[float]:
+        """Largest of each number over the ranks."""
+
+
+class Checkpointing(Protocol):
+    """What the loop needs of `train.resume.Checkpoints`."""
+
+    step: int
+    """The step from which to go on; 0 for a fresh start."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint is stored after ``step``."""
+
+    def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Set weights and moments in place; returns what `save` got as ``others`` and ``values``."""
+
+    def save(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        others: dict[str, Tensor],
+        values: dict[str, Any],
+        *,
+        step: int,
+        round: int,
+        events_bytes: int,
+    ) -> None:
+        """Store a checkpoint."""
+
+
+class OneRank:
+    """A participant that records for itself alone."""
+
+    size = 1
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """See `Ranks`."""
+        return list(values)
+
+    def maxima(self, values: Sequence[float]) -> list[float]:
+        """See `Ranks`."""
+        return list(values)
+
+
 @dataclass(frozen=True)
 class Place:
     """Which share of the data this participant reads, and of the validation it computes."""
@@ -64,6 +116,15 @@ class Place:
     """Index among ``validation_parts``; differs from ``part`` when everyone validates a model of its own."""
     validation_parts: int
     """Number of participants that divide the validation set."""
+
+    @classmethod
+    def of(cls, config: RunConfig, node: int, rank: int) -> Place:
+        """The place of one rank of a node; when they exchange gradients ``rank`` counts all, and ``node`` is 0."""
+        ranks, parts = config.group_size, config.world_size
+        if config.sync.exchange == "none":
+            return cls(node * ranks + rank, parts, rank, ranks)
+        # A node reads a run of each global batch, but every nodes-th validation sequence, whatever its ranks.
+        return cls(node * ranks + rank, parts, rank * (parts // ranks) + node, parts)
 
 
 @dataclass
@@ -86,12 +147,18 @@ class Training:
         config: RunConfig,
         decoder: Decoder,
         source: BatchSource,
-        events: EventWriter,
+        events: Events,
         place: Place,
         *,
         exchange: RoundExchange | None,
         device: torch.device,
+        ranks: Ranks | None = None,
+        checkpoints: Checkpointing | None = None,
     ) -> None:
+        """``ranks`` are those of one node, for which rank 0 records; None where each process records for itself.
+
+        With ``checkpoints`` that begin at a step, weights and moments are set here to what they were after it.
+        """
         self.config, self.decoder, self.events, self.place, self.exchange = (
             config,
             decoder,
@@ -104,7 +171,12 @@ class Training:
         self._source, self._device = source, device
         self._saved = footprint.SavedActivations(decoder)
         self._since_log = _SinceLog()
-        self._tokens_per_step = config.tokens_per_step // place.parts
+        self._ranks = ranks or OneRank()
+        self._checkpoints = checkpoints
+        self._first_step = 1
+        if checkpoints is not None and checkpoints.step:
+            self._resume(checkpoints)
+        self._tokens_per_step = config.tokens_per_step // place.parts * self._ranks.size
 
     def run(self) -> None:
         """Take every step of the configuration, then write the closing events."""
@@ -112,9 +184,10 @@ class Training:
         total_steps = config.total_steps
         round_steps, validation_steps = schedules.round_steps(config), set(schedules.validation_steps(config))
         due_rounds = {step: index for index, step in enumerate(round_steps)}
-        previous_round_step = 0
-        self.clock = Clock()
-        for step in range(1, total_steps + 1):
+        previous_round_step = max((step for step in round_steps if step < self._first_step), default=0)
+        if self._first_step == 1:
+            self.clock, self._since_log = Clock(), _SinceLog()
+        for step in range(self._first_step, total_steps + 1):
             self._step(step)
             if step == 1:
                 self.events.write("first_step")
@@ -125,6 +198,8 @@ class Training:
                 previous_round_step = step
             if step in validation_steps:
                 self._validate(step)
+            if self._checkpoints is not None and self._checkpoints.is_due(step):
+                self._store(self._checkpoints, step, due_rounds.get(step, -1) + 1)
         self._close(total_steps)
 
     def _step(self, step: int) -> None:
@@ -134,7 +209,7 @@ class Training:
         batch = (tokens_BT.to(self._device), targets_BT.to(self._device))
         size = self.config.micro_batch_sequences
         micro_batches = [tuple(item[at : at + size] for item in batch) for at in range(0, len(tokens_BT), size)]
-        with self.clock.phase("compute"), self._saved.measure(batch) if step == 1 else nullcontext():
+        with self.clock.phase("compute"), self._saved.measure(batch) if step == self._first_step else nullcontext():
             metrics = train_step(
                 self.decoder,
                 self.optimizer,
@@ -150,8 +225,13 @@ class Training:
         """Bring the metrics of the last steps to the host and write them as one event."""
         with self.clock.phase("compute"):
             since, self._since_log = self._since_log, _SinceLog()
-            mean = {name: _mean([getattr(item, name) for item in since.metrics]) for name in _SCALARS}
-            expert_tokens_LE = torch.stack([item.expert_tokens_LE for item in since.metrics]).sum(dim=0).tolist()
+            means = [_mean([getattr(item, name) for item in since.metrics]) for name in _SCALARS]
+            # Ranks see equally many tokens, so the mean over ranks is the mean over the node's tokens.
+            means = [value / self._ranks.size for value in self._ranks.sums(means)]
+            mean = dict(zip(_SCALARS, means, strict=True))
+            tokens_LE = torch.stack([item.expert_tokens_LE for item in since.metrics]).sum(dim=0)
+            tokens_S = [int(count) for count in self._ranks.sums(tokens_LE.flatten().tolist())]
+            expert_tokens_LE = torch.tensor(tokens_S).view(tokens_LE.shape).tolist()
         elapsed_s = self._since_log.started - since.started
         self.events.write(
             "train",
@@ -175,6 +255,7 @@ class Training:
 
     def _validate(self, step: int) -> None:
         place = self.place
+        parts = place.validation_parts // self._ranks.size
         batches = self._source.validation_batches(
             place.validation_part,
             place.validation_parts,
@@ -184,16 +265,47 @@ class Training:
         with self._outside_training(), self.clock.phase("validate"):
             started = time.perf_counter()
             sums = validate(self.decoder, batches, self.config.loss, self._device)
+            loss_sum_nats, target_tokens, target_bytes = self._ranks.sums(list(asdict(sums).values()))
             duration_s = time.perf_counter() - started
         self.events.write(
             "validation",
             step=step,
             tokens=step * self.config.tokens_per_step,
-            part=place.validation_part,
-            parts=place.validation_parts,
+            part=place.validation_part % parts,
+            parts=parts,
             duration_s=duration_s,
-            **asdict(sums),
+            loss_sum_nats=loss_sum_nats,
+            target_tokens=int(target_tokens),
+            target_bytes=int(target_bytes),
         )
+
+    def _store(self, checkpoints: Checkpointing, step: int, round: int) -> None:
+        """Store everything that the next steps depend on, and what the events so far have not yet told."""
+        with self._outside_training(), self.clock.phase("checkpoint"):
+            since = self._since_log
+            names = StepMetrics._fields if since.steps else ()
+            others = {f"log|{name}": torch.stack([getattr(item, name) for item in since.metrics]) for name in names}
+            values = {
+                "clock_s": dict(self.clock.seconds),
+                "wall_s": self.clock.wall_s(),
+                "log_s": time.perf_counter() - since.started,
+            }
+            size_bytes = self.events.size_bytes
+            checkpoints.save(
+                self.decoder, self.optimizer, others, values, step=step, round=round, events_bytes=size_bytes
+            )
+
+    def _resume(self, checkpoints: Checkpointing) -> None:
+        """Take up what `_store` stored."""
+        others, values = checkpoints.restore(self.decoder, self.optimizer)
+        self._first_step = checkpoints.step + 1
+        self.clock = Clock(values["clock_s"], values["wall_s"])
+        self._since_log = _SinceLog(started=time.perf_counter() - values["log_s"])
+        if others:
+            columns = [others[f"log|{name}"].to(self._device).unbind() for name in StepMetrics._fields]
+            self._since_log.metrics = [StepMetrics(*row) for row in zip(*columns, strict=True)]
+            self._since_log.steps = len(self._since_log.metrics)
+        self.events.write("resume", step=checkpoints.step)
 
     @contextmanager
     def _outside_training(self) -> Iterator[None]:
@@ -206,16 +318,7 @@ class Training:
 
     def _close(self, total_steps: int) -> None:
         wall_time_s = self.clock.wall_s()
-        self.events.write(
-            "memory",
-            weights_bytes=footprint.weights_bytes(self.decoder),
-            gradients_bytes=footprint.gradients_bytes(self.decoder),
-            moments_bytes=footprint.moments_bytes(self.optimizer),
-            activations_bytes=self._saved.nbytes,
-            sync_buffers_bytes=self.exchange.buffer_bytes if self.exchange else 0,
-            rss_peak_bytes=rss_peak_bytes(),
-            cuda_peak_bytes=footprint.cuda_peak_bytes(),
-        )
+        self.events.write("memory", **self._memory())
         seconds = {f"{phase}_s": seconds for phase, seconds in self.clock.seconds.items()}
         self.events.write(
             "end",
@@ -224,6 +327,21 @@ class Training:
             wall_time_s=wall_time_s,
             **seconds,
         )
+
+    def _memory(self) -> dict[str, int | None]:
+        """Bytes of a process by purpose; of the rank that has most of each, where a node has several."""
+        bytes_by_part = {
+            "weights_bytes": footprint.weights_bytes(self.decoder),
+            "gradients_bytes": footprint.gradients_bytes(self.decoder),
+            "moments_bytes": footprint.moments_bytes(self.optimizer),
+            "activations_bytes": self._saved.nbytes,
+            "sync_buffers_bytes": self.exchange.buffer_bytes if self.exchange else 0,
+            "rss_peak_bytes": rss_peak_bytes(),
+            "cuda_peak_bytes": footprint.cuda_peak_bytes() or 0,
+        }
+        largest = self._ranks.maxima(list(bytes_by_part.values()))
+        found: dict[str, int | None] = {name: int(size) for name, size in zip(bytes_by_part, largest, strict=True)}
+        return found if self._device.type == "cuda" else found | {"cuda_peak_bytes": None}
 
 
 _SCALARS = ("cross_entropy", "grad_norm", "z_loss", "balance_loss", "router_z_loss")

@@ -18,6 +18,7 @@ from spes_core.sync.messages import schema_of
 from spes_core.sync.parameter_server import ParameterServer
 from spes_core.train.exchange import Exchange
 from spes_core.train.loop import BatchSource, Place, Training
+from spes_core.train.weights import LocalWeights
 
 CPU = torch.device("cpu")
 
@@ -96,8 +97,9 @@ def train_in_rounds(config: RunConfig, folder: Path, source: BatchSource | None 
 
     def participate(node: int) -> None:
         try:
-            exchange = Exchange(LocalClient(server), decoders[node], config.make_partition(), node, config)
-            assert exchange.join() == 0
+            weights = LocalWeights(decoders[node].tensors())
+            exchange = Exchange(LocalClient(server), weights, config.make_partition(), node, config)
+            exchange.join()
             place = Place(node, config.nodes, node, config.nodes)
             events = EventWriter(folder / f"node-{node}.jsonl")
             tokens = source or RandomTokens(config)

@@ -14,13 +14,25 @@ from typing import Any
 import psutil
 import pytest
 
-from spes_core.config import DataConfig, ModelConfig, RunConfig, SyncConfig, ValidationConfig
+from spes_core import snapshots
+from spes_core.config import (
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    RunConfig,
+    SyncConfig,
+    ValidationConfig,
+)
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
 from tests.processes.test_launch import wait_until
-from workbench.execute import ExecutionSettings, StopRequest, run_trial
+from workbench.execute import ExecutionSettings, StopRequest, keep_resumable, run_trial
+from workbench.execute import prepare as prepare_trial
 from workbench.launch.forkserver import ForkLauncher
 from workbench.processes import ProcessSpec
+from workbench.progress import Progress
+from workbench.terminal import progress_text
 from workbench.trials import Trial
 
 pytestmark = [
@@ -159,18 +171,7 @@ def test_a_stop_request_ends_a_training_trial_within_ten_seconds(
     assert launched(launcher) == []
 
 
-@pytest.mark.parametrize(
-    "exchange",
-    [
-        "rounds",
-        pytest.param(
-            "gradients",
-            marks=pytest.mark.xfail(
-                strict=True, reason="torch's TCPStore listens everywhere; train/parallel.py must meet in a file"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("exchange", ["rounds", "gradients"])
 def test_nothing_listens_on_a_public_interface(
     launcher: ForkLauncher, settings: ExecutionSettings, tmp_path: Path, exchange: str
 ) -> None:
@@ -211,3 +212,49 @@ def test_a_port_in_use_fails_the_trial_with_the_server_s_own_words(
         result = run_trial(trial(config()), tmp_path, replace(settings, server_address=address), launcher)
     assert (result["status"], result["error"]["process"]) == ("failed", "server")
     assert address in result["error"]["message"]
+
+
+def test_an_interrupted_trial_goes_on_from_its_checkpoint_and_says_so(
+    launcher: ForkLauncher, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    steps = 200
+    cautious = config(steps, nodes=2, checkpoint=CheckpointConfig(interval_rounds=5), log=LogConfig(interval_steps=5))
+    thread, result, request = run_in_background(launcher, settings, tmp_path, cautious)
+    wait_until(lambda: snapshots.resume_step(cautious, tmp_path, "server"))
+    request.signal = signal.SIGTERM
+    thread.join(STOP_BAR_S)
+    assert result["status"] == "interrupted"
+    seen: list[Progress] = []
+    result = run_trial(trial(cautious), tmp_path, settings, launcher, seen.append)
+    assert (result["status"], result["error"]) == ("done", None)
+    resumed = result["resumed_at_step"]
+    assert resumed and resumed % 10 == 0
+    assert all(f"resumed at step {resumed}  step " in progress_text(progress) for progress in seen)
+    assert [point["step"] for point in result["curves"]["train"]] == list(range(5, steps + 1, 5))
+    assert [row["round"] for row in result["rounds"]] == list(range(steps // 2))
+    metrics = result["metrics"]
+    assert metrics["comm/rounds"] == steps // 2 and "perf/launch_to_first_step_s" not in metrics
+    payload_gb = metrics["comm/uplink_gb"] - sum(map(sum, column(result, "uplink_framing_bytes"))) / 2 / 1e9
+    assert payload_gb == pytest.approx(metrics["comm/uplink_predicted_gb"], rel=1e-9)
+    assert not (tmp_path / "checkpoints").exists(), "what only a crash needs goes when the trial is done"
+
+
+def test_a_checkpoint_made_by_other_code_is_not_taken_up(settings: ExecutionSettings, tmp_path: Path) -> None:
+    run = config(steps=40, nodes=1, sync=SyncConfig(exchange="none"))
+
+    def keep() -> None:
+        (tmp_path / "events").mkdir(exist_ok=True)
+        prepare_trial(trial(run), tmp_path, settings)
+
+        def write(path: Path) -> str:
+            path.write_bytes(b"data")
+            return ""
+
+        folder = snapshots.folder_of(tmp_path, "node-0")
+        snapshots.store(run, folder, write, step=10, round=0, events_bytes=0, values={})
+
+    keep()
+    assert keep_resumable(trial(run), tmp_path, settings) == 10
+    other = replace(settings, provenance={"code_digest": "other"})
+    assert keep_resumable(trial(run), tmp_path, other) == 0
+    assert list(tmp_path.iterdir()) == []

@@ -71,7 +71,7 @@ def test_fsdp_on_one_rank_is_plain_training_and_on_two_ranks_too(corpus: Path, t
     for ranks in (1, 2):
         folder = tmp_path / str(ranks)
         config = with_corpus(
-            tiny(method="centralized", nodes=ranks, sync={"exchange": "gradients"}, loss={"balance_weight": 0}),
+            tiny(method="centralized", nodes=ranks, sync={"exchange": "gradients"}, loss={"balance_weight": 0.1}),
             corpus,
         )
         data_dir = prepare(config.data, tmp_path / "cache")

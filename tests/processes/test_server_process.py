@@ -30,6 +30,7 @@ from spes_core.sync.inprocess import LocalClient
 from spes_core.sync.messages import schema_of
 from spes_core.sync.parameter_server import ParameterServer
 from spes_core.train.exchange import Exchange
+from spes_core.train.weights import LocalWeights
 from tests.small_rounds import in_thread, noise, small_config, small_schema
 
 pytestmark = pytest.mark.processes
@@ -75,7 +76,7 @@ class SeededDecoder:
 
 def take_part(client: SyncClient | LocalClient, config: RunConfig, node: int) -> SeededDecoder:
     decoder = SeededDecoder(config)
-    exchange = Exchange(client, decoder, config.make_partition(), node, config)
+    exchange = Exchange(client, LocalWeights(decoder.tensors()), config.make_partition(), node, config)
     exchange.join()
     for round in range(2):
         for name, tensor in decoder.weights.items():

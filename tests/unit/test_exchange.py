@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from spes_core.config import OuterConfig
 from spes_core.errors import ProtocolError
 from spes_core.partition import downloads
 from spes_core.sync.client import DownloadReport, Sink
 from spes_core.sync.inprocess import LocalClient
 from spes_core.sync.messages import DownloadManifest
-from spes_core.sync.parameter_server import ParameterServer
+from spes_core.sync.parameter_server import ParameterServer, Standing
 from spes_core.train.exchange import Exchange
+from spes_core.train.weights import LocalWeights
 from tests.small_rounds import (
     PlainDecoder,
+    Recorder,
     in_thread,
     make_exchange,
     make_server,
@@ -131,7 +136,7 @@ def test_tensors_that_numpy_cannot_see_are_staged_and_give_the_same_weights() ->
         if node == 1:
             weights = decoder.weights
             decoder.weights = {n: t.double() if t.dim() < 2 else t.T.contiguous().T for n, t in weights.items()}
-        exchange = Exchange(LocalClient(server), decoder, CONFIG.make_partition(), node, CONFIG)
+        exchange = Exchange(LocalClient(server), LocalWeights(decoder.tensors()), CONFIG.make_partition(), node, CONFIG)
         largest = max(4 * spec.num_elements for spec in SCHEMA)
         assert exchange.buffer_bytes == CONFIG.wire.chunk_bytes + (largest if node == 1 else 0)
         exchange.join()
@@ -145,3 +150,49 @@ def test_tensors_that_numpy_cannot_see_are_staged_and_give_the_same_weights() ->
     other[0].join(10)
     second = other[1][0]
     assert all(torch.equal(first.weights[name], second.weights[name].float()) for name in first.weights)
+
+
+def test_a_node_that_resumes_elsewhere_than_the_server_is_told_so() -> None:
+    exchange, _ = make_exchange(LocalClient(make_server(CONFIG)), CONFIG, 0)
+    with pytest.raises(ProtocolError, match="node 0 is about to enter round 1, and the server is at round 0; stop all"):
+        exchange.join(1)
+
+
+def test_a_server_goes_on_with_the_bits_that_it_stored() -> None:
+    config = small_config(outer=OuterConfig(kind="nesterov"))
+    whole = make_server(config)
+    run_rounds(config, lambda node: LocalClient(whole))
+    stored: list[tuple[Standing, np.ndarray, np.ndarray]] = []
+
+    def save(standing: Standing) -> None:
+        assert standing.momentum is not None
+        stored.append((standing, first.state.values.copy(), standing.momentum.copy()))
+
+    first = make_server(config, checkpoint_steps=[2])
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.wait_finished, save)
+        run_rounds(config, lambda node: LocalClient(first))
+        waiting.result(10)
+    ((standing, values, momentum),) = stored
+    assert (standing.round, standing.step, standing.tokens) == (1, 2, 207)
+    assert first.state.values.tobytes() == whole.state.values.tobytes()
+
+    def value_of(name: str) -> np.ndarray:
+        index = [spec.name for spec in first.schema].index(name)
+        return values[first.state.starts[index] : first.state.starts[index + 1]]
+
+    second = ParameterServer(config, first.schema, value_of, Recorder(), replace(standing, momentum=momentum))
+    assert second.rounds_closed == 1
+
+    def node_main(node: int) -> None:
+        exchange, decoder = make_exchange(LocalClient(second), config, node)
+        for name, tensor in decoder.weights.items():
+            tensor.copy_(torch.from_numpy(value_of(name)).view(tensor.shape))
+        exchange.join(1)
+        decoder.train(config, node, 1)
+        exchange.run_round(1, 4, 100 + 7 * node)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(node_main, range(2)))
+    assert second.state.values.tobytes() == whole.state.values.tobytes()
+    assert second.is_finished

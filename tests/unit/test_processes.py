@@ -44,6 +44,16 @@ def test_the_ranks_of_a_group_talk_over_the_loopback(
     assert spec.env["GLOO_SOCKET_IFNAME"] == spec.env["NCCL_SOCKET_IFNAME"] == loopback
 
 
+def test_a_node_of_several_ranks_is_a_torchrun_group_of_its_own() -> None:
+    config = RunConfig(nodes=2, parallel=ParallelConfig(ranks_per_node=4))
+    server, *nodes = plan(run_file(config), Path("/t"))
+    assert server.argv == (sys.executable, "-m", "spes_core.server", "/t/run.json")
+    for node, spec in enumerate(nodes):
+        assert (spec.name, spec.argv[4:6]) == (f"node-{node}", ("--nproc-per-node", "4"))
+        separator = spec.argv.index("--")
+        assert spec.argv[separator + 2 :] == ("/t/run.json", "--die-with-parent", "--node", str(node))
+
+
 def test_a_relative_folder_becomes_absolute_because_processes_may_run_elsewhere() -> None:
     (server, *_) = plan(run_file(RunConfig()), Path("results/t"))
     assert server.argv[-1] == str(Path.cwd() / "results/t/run.json")

@@ -1,0 +1,116 @@
+"""A node of two ranks is a node of one rank: same weights after rounds, same loss, and one record for the node."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spes_core.config import RunConfig, RunFile
+from spes_core.data.batches import TokenSource
+from spes_core.data.tokenize import prepare
+from spes_core.events import read_events
+from spes_core.model import counting
+from spes_core.server import read_address
+from tests.equivalence.participants import tiny, train_in_rounds
+from tests.processes.runs import (
+    difference,
+    final_weights,
+    largest_difference,
+    outputs,
+    run_all,
+    save_run,
+    start_all,
+    with_corpus,
+    write_corpus,
+)
+from workbench.recording import Recording
+from workbench.results import communication, measured_memory, speed
+
+pytestmark = pytest.mark.processes
+
+METHODS: dict[str, dict[str, Any]] = {
+    "spes": {"merge": {"alpha": 0.3}},
+    "diloco": {"partition": {"kind": "full"}, "merge": {"enabled": False}, "outer": {"kind": "nesterov"}},
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus ü"))
+
+
+@pytest.mark.parametrize(("method", "strategy"), [("spes", "fsdp"), ("diloco", "ddp")])
+def test_two_nodes_of_two_ranks_are_two_nodes_of_one_rank(
+    method: str, strategy: str, corpus: Path, tmp_path: Path
+) -> None:
+    # The balance weight is large, so that a balance loss of each rank's own tokens would show (0.1 relative).
+    config = with_corpus(tiny(method=method, loss={"balance_weight": 0.1}, **METHODS[method]), corpus)
+    data_dir = prepare(config.data, tmp_path / "cache")
+    source = TokenSource(data_dir, config.data, config.seed)
+    expected = train_in_rounds(config, tmp_path / "one rank", source)[0]
+    grouped = replace(config, parallel=replace(config.parallel, ranks_per_node=2, strategy=strategy))
+    save_run(grouped, data_dir, tmp_path)
+    run_all(tmp_path)
+    # Not bitwise: ranks sum gradients, losses and norms of half the tokens each, in another order than one rank does.
+    # The worst single tensor is a little further off: AdamW divides by the root of moments that are nearly zero.
+    found = final_weights(tmp_path)
+    assert difference(found, expected) < 1e-6
+    assert largest_difference(found, expected) < 3e-6
+    check_records(grouped, tmp_path, tmp_path / "one rank")
+
+
+def check_records(config: RunConfig, folder: Path, one_rank: Path) -> None:
+    assert sorted(path.name for path in (folder / "events").iterdir()) == [
+        "node-0.jsonl",
+        "node-1.jsonl",
+        "server.jsonl",
+    ]
+    recording = Recording(folder / "events")
+    for node, record in enumerate(measured_memory(recording)):
+        predicted = counting.memory(config, node)
+        for part in ("weights", "gradients", "moments", "sync_buffers"):
+            assert record[f"{part}_bytes"] == getattr(predicted, f"{part}_bytes"), part
+    sent = communication(config, recording)
+    assert sent["comm/uplink_gb"] == pytest.approx(sent["comm/uplink_predicted_gb"], rel=0.05)
+    assert speed(config, recording)["perf/tokens_per_s"]
+    for node, events in recording.nodes.items():
+        alone = list(read_events(one_rank / f"node-{node}.jsonl"))
+        for kind in ("train", "validation"):
+            ours = [event for event in events if event["kind"] == kind]
+            theirs = [event for event in alone if event["kind"] == kind]
+            assert len(ours) == len(theirs)
+            for mine, other in zip(ours, theirs, strict=True):
+                assert mine.keys() == other.keys()
+                for field in {"loss_nats", "loss_sum_nats", "balance_loss", "grad_norm"} & mine.keys():
+                    assert mine[field] == pytest.approx(other[field], rel=1e-5)
+                for field in {"step", "tokens", "part", "parts", "target_tokens", "target_bytes"} & mine.keys():
+                    assert mine[field] == other[field]
+        loads = [[event["expert_tokens"] for event in found if event["kind"] == "load"] for found in (events, alone)]
+        assert sum(map(sum, loads[0][0])) == sum(map(sum, loads[1][0]))
+
+
+def test_a_refusal_ends_all_ranks_with_the_servers_words(corpus: Path, tmp_path: Path) -> None:
+    config = with_corpus(tiny(nodes=1), corpus)
+    data_dir = prepare(config.data, tmp_path / "cache")
+    save_run(config, data_dir, tmp_path / "other")
+    server = subprocess.Popen([sys.executable, "-m", "spes_core.server", tmp_path / "other" / "run.json"])
+    try:
+        address = read_address("127.0.0.1:0", tmp_path / "other")
+        grouped = replace(config, seed=1, parallel=replace(config.parallel, ranks_per_node=2))
+        folder = tmp_path / "group"
+        folder.mkdir()
+        RunFile(trial="t", config=grouped, data_dir=str(data_dir), server_address=address).save(folder / "run.json")
+        processes = start_all(folder)
+        processes.pop("server").communicate()  # its port is taken: it ends by itself
+        ((status, output),) = outputs(processes).values()
+    finally:
+        server.kill()
+        server.wait()
+    assert status == 1
+    said = [line for line in output.splitlines() if line.startswith("error: the server refused node 0")]
+    assert len(said) == 2 and said[0] == said[1] and "seed 1, here 0" in said[0]
