@@ -126,7 +126,7 @@ class _Route(torch.autograd.Function):
         return weights_NK, experts_NK, expert_tokens_E, balance_loss, router_z_loss
 
     @staticmethod
-    def backward(ctx: Any, grad_weights_NK: Tensor, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad_weights_NK: Tensor, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         """d logit = p·(dp − Σ p·dp) + p·dz·2·z/N, where dp collects the chosen weights and the balance loss."""
         probabilities_NE, log_partition_N1, experts_NK, counts_E = ctx.saved_tensors
         _, _, grad_balance, grad_z = grads
@@ -140,7 +140,7 @@ class _Route(torch.autograd.Function):
         grad_NE = per_expert_E.expand(num_tokens, -1).contiguous().scatter_add_(1, experts_NK, grad_weights_NK)
         grad_NE.mul_(probabilities_NE)
         offset_N1 = log_partition_N1 * (grad_z * 2 / num_tokens) - grad_NE.sum(-1, keepdim=True)
-        return grad_NE.addcmul_(probabilities_NE, offset_N1), None, None, None
+        return grad_NE.addcmul_(probabilities_NE, offset_N1), None, None, None, None
 
 
 class Experts(nn.Module):

@@ -49,7 +49,7 @@ def test_a_node_of_several_ranks_is_a_torchrun_group_of_its_own() -> None:
     server, *nodes = plan(run_file(config), Path("/t"))
     assert server.argv == (sys.executable, "-m", "spes_core.server", "/t/run.json")
     for node, spec in enumerate(nodes):
-        assert (spec.name, spec.argv[4:6]) == (f"node-{node}", ("--nproc-per-node", "4"))
+        assert (spec.name, spec.argv[3:5]) == (f"node-{node}", ("--nproc-per-node", "4"))
         separator = spec.argv.index("--")
         assert spec.argv[separator + 2 :] == ("/t/run.json", "--die-with-parent", "--node", str(node))
 
