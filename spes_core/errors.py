@@ -8,6 +8,7 @@
     ├── ProtocolError                what came over the wire breaks a rule; the sender is named
     │   └── Refused                  the server refused this node's join or upload, and says why
     ├── Unreachable                  the server cannot be reached, or went away
+    ├── Diverged                     the loss is no longer finite
     └── RoundFailed                  a round could not be completed; names the nodes that were missing
 """
 
@@ -59,6 +60,10 @@ class Refused(ProtocolError):
 
 class Unreachable(SpesError):
     """The peer cannot be reached, or went away before it answered."""
+
+
+class Diverged(SpesError):
+    """The loss is no longer a finite number."""
 
 
 class RoundFailed(SpesError):

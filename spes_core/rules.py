@@ -88,6 +88,8 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
     clip_norm = config.optim.clip_norm
     if clip_norm is not None and clip_norm <= 0:
         yield Problem("optim.clip_norm", f"({clip_norm:g}) must be above 0; use null for no clipping")
+    if not config.data.corpus.strip():
+        yield Problem("data.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
     if not 0 < (fraction := config.data.validation_fraction) < 1:
         yield Problem("data.validation_fraction", f"({fraction:g}) must lie between 0 and 1, both excluded")
     if (size := config.data.tokenizer_vocab_size) < 257:

@@ -2,7 +2,7 @@
 
 Writes its address and process id to server.address and its events to events/server.jsonl, both beside RUN.json, and
 goes on from the newest checkpoint that all processes of the run have there (spes_core.snapshots). Ends with 0 when
-every round is closed and delivered or when it is told to stop by SIGTERM, 1 when a round fails or a checkpoint is
+every round is closed and delivered, 1 when a round fails, when SIGTERM stops it before that or a checkpoint is
 damaged, 2 when it cannot start.
 """
 
@@ -81,16 +81,13 @@ def serve(run: RunFile, folder: Path) -> None:
         events.write("resume", step=standing.step, round=standing.round)
     schema, due = schema_of(tensor_shapes(run.config.model)), checkpoint_steps(run.config)
     core = ParameterServer(run.config, schema, first_value, events.write, standing, due)
-    with _StopSignal(core) as stop:
+    with _StopSignal(core):
         try:
             _start(server, core, run.config)
             address = f"{run.server_address.rpartition(':')[0]}:{port}"
             _write_atomically(folder / ADDRESS_FILE, f"{address}\n{os.getpid()}\n")
             events.write("listening", address=address)
             core.wait_finished(lambda standing: _store(run.config, folder, core.state, standing, events.size_bytes))
-        except RoundFailed:
-            if not stop.is_asked:
-                raise
         finally:
             server.stop(_FAREWELL_S).wait()
             rounds = core.rounds_closed
@@ -207,7 +204,6 @@ class _StopSignal:
     def __init__(self, core: ParameterServer) -> None:
         self._core = core
         self._former: dict[int, Any] = {}
-        self.is_asked = False
 
     def __enter__(self) -> _StopSignal:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -219,7 +215,6 @@ class _StopSignal:
             signal.signal(number, former)
 
     def _stop(self, number: int, _: object) -> None:
-        self.is_asked = True
         self._core.fail(f"the server was stopped ({signal.Signals(number).name})")
 
 

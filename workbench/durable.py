@@ -27,6 +27,15 @@ def write_json(path: Path, data: Any) -> None:
         os.close(folder)
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A stored mapping; empty when there is none, or what is there is no such thing: only a hand could have torn it."""
+    try:
+        content = read_json(path)
+    except (ValueError, OSError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file; None when it does not exist."""
     try:

@@ -34,7 +34,7 @@ from spes_core import snapshots
 from spes_core.config import RunFile
 from spes_core.errors import SpesError
 from spes_core.events import cut_events
-from workbench.durable import read_json, write_json
+from workbench.durable import read_json, read_mapping, write_json
 from workbench.failures import Failure, describe, first_failed
 from workbench.follow import EventTail, TrialState
 from workbench.launch.launcher import Launcher, LaunchError, Running, count_running, stop
@@ -121,8 +121,8 @@ def run_trial(
             return run_trial(trial, trial_dir, settings, launcher, on_progress, stop_request)
     trial_dir.mkdir(parents=True, exist_ok=True)
     with _exclusive(trial_dir):
-        stored: dict[str, Any] | None = read_json(trial_dir / "result.json")
-        if stored is not None and stored["status"] == "done":
+        stored = read_mapping(trial_dir / "result.json")
+        if stored.get("status") == "done":
             return stored
         try:
             launcher.wait_ready()

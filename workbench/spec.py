@@ -126,7 +126,7 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         for name, arm in (tree.get("arms") or {}).items()
         if _is_arm(name, arm, problems)
     ]
-    problems += _broken_rules(keys)
+    problems += [*_broken_rules(keys), *_seeds_elsewhere(tree), *_several_references(arms)]
     lines = [f"{composition.place(problem.path)}: {_with_home(problem)}" for problem in problems]
     return Study(
         name=keys.name,
@@ -171,6 +171,8 @@ def _read_all(kind: type[T], tree: Tree, prefix: str, problems: list[Problem]) -
 
 def _with_home(problem: Problem) -> Problem:
     """The problem; for a setting of a run that stands outside run, with the place where it belongs."""
+    if problem.path == "seed":
+        return Problem(problem.path, 'is not a setting of a study; did you mean "seeds"?')
     unknown = problem.message.startswith("is not a setting")
     if unknown and is_setting(problem.path):
         return Problem(problem.path, f"is not a setting of a study; write it as run.{problem.path}")
@@ -178,7 +180,7 @@ def _with_home(problem: Problem) -> Problem:
 
 
 def _is_arm(name: str, arm: Any, problems: list[Problem]) -> bool:
-    if not NAME.fullmatch(name):
+    if not NAME.fullmatch(name) or len(name) > 80:
         problems.append(Problem(f"arms.{name}", _NAME_RULE))
     elif not isinstance(arm, Mapping):
         problems.append(Problem(f"arms.{name}", f"({arm}) must be a mapping such as {{method: spes}}"))
@@ -203,12 +205,12 @@ def _plain_durations(tree: Tree) -> Tree:
     return merge(tree, {"resources": {"timeout": f"{timeout}s"}})
 
 
-_NAME_RULE = "must be made of letters, digits, _, - and +: it names a folder"
+_NAME_RULE = "must be made of at most 80 letters, digits, _, - and +: it names a folder"
 
 
 def _broken_rules(keys: _StudyKeys) -> Iterator[Problem]:
     """Rules beyond the type of each setting that concern no single run."""
-    if not NAME.fullmatch(keys.name):
+    if not NAME.fullmatch(keys.name) or len(keys.name) > 80:
         yield Problem("name", f"({keys.name}) {_NAME_RULE}")
     if not keys.arms:
         yield Problem("arms", "must name at least one arm, such as spes: {method: spes}")
@@ -227,6 +229,20 @@ def _broken_rules(keys: _StudyKeys) -> Iterator[Problem]:
     yield from keys.report.problems()
     yield from keys.launcher.problems()
     yield from keys.hardware.problems()
+
+
+def _seeds_elsewhere(tree: Tree) -> Iterator[Problem]:
+    """Seeds belong to the study, so that every arm has the same ones."""
+    places = {"run": tree.get("run"), **{f"arms.{name}": arm for name, arm in (tree.get("arms") or {}).items()}}
+    for path, settings in places.items():
+        if isinstance(settings, Mapping) and "seed" in settings:
+            yield Problem(f"{path}.seed", f"({settings['seed']}) must be given to all arms alike: list it under seeds")
+
+
+def _several_references(arms: Sequence[Arm]) -> Iterator[Problem]:
+    references = [arm.name for arm in arms if arm.role == "reference"]
+    if len(references) > 1:
+        yield Problem(f"arms.{references[1]}.role", f"(reference) must be one arm's; {references[0]} has it already")
 
 
 def _near(path: str) -> str:

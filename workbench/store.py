@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from workbench.durable import read_json, write_json
+from workbench.durable import read_mapping, write_json
 from workbench.portable import portable
 from workbench.spec import Study
 from workbench.trials import Trial
@@ -44,8 +44,9 @@ class StudyFolder:
 
     def stored(self, trial: Trial) -> Stored:
         """What is stored of a trial; a result of another identity under the same name counts as none."""
-        result = _read(self.trial_dir(trial) / "result.json")
-        if result.get("trial", {}).get("id") != trial.id:
+        result = read_mapping(self.trial_dir(trial) / "result.json")
+        about = result.get("trial")
+        if not isinstance(about, dict) or about.get("id") != trial.id:
             return Stored(status="new", result={})
         return Stored(status=str(result.get("status", "new")), result=result)
 
@@ -88,7 +89,7 @@ class StudyFolder:
             "provenance": provenance,
         }
         file = self.path / "study.json"
-        stored = _read(file)
+        stored = read_mapping(file)
         content["created_at"] = stored.get("created_at") or datetime.now(UTC).isoformat(timespec="seconds")
         if content == stored:
             return False
@@ -100,12 +101,3 @@ class StudyFolder:
         sources = [self.path / "study.json", *(self.trial_dir(trial) / "result.json" for trial in trials)]
         newest = max((source.stat().st_mtime_ns for source in sources if source.exists()), default=0)
         return report.exists() and report.stat().st_mtime_ns > newest
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A stored mapping; empty when there is none, or a torn one: what is written by rename was torn by hand."""
-    try:
-        content = read_json(path)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -6,6 +6,7 @@ sharded decoder (gradients exchanged in every backward pass) or neither (local t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from spes_core import schedules
 from spes_core.config import RunConfig
+from spes_core.errors import Diverged
 from spes_core.events import Events
 from spes_core.model.decoder import Decoder
 from spes_core.processlife import rss_peak_bytes
@@ -233,17 +235,20 @@ class Training:
             tokens_S = [int(count) for count in self._ranks.sums(tokens_LE.flatten().tolist())]
             expert_tokens_LE = torch.tensor(tokens_S).view(tokens_LE.shape).tolist()
         elapsed_s = self._since_log.started - since.started
+        loss_nats = mean.pop("cross_entropy")
         self.events.write(
             "train",
             step=step,
             tokens=step * self.config.tokens_per_step,
-            loss_nats=mean.pop("cross_entropy"),
+            loss_nats=loss_nats,
             learning_rate=schedules.learning_rate(self.config.optim, step, self.config.total_steps),
             step_time_s=elapsed_s / since.steps,
             tokens_per_s=self._tokens_per_step * since.steps / elapsed_s,
             **mean,
         )
         self.events.write("load", step=step, expert_tokens=expert_tokens_LE)
+        if not math.isfinite(loss_nats):
+            raise Diverged(f"the training loss is {loss_nats} by step {step}: the run has diverged; lower optim.lr")
 
     def _round(self, round: int, step: int, steps: int) -> None:
         assert self.exchange is not None

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spes_core.config import RunConfig
+from spes_core.errors import Diverged
 from spes_core.events import read_events
 from spes_core.partition import sparse
 from tests.equivalence.participants import (
@@ -92,6 +93,13 @@ def test_the_same_seed_gives_the_same_bits_again_and_another_seed_does_not(tmp_p
     assert_bitwise_equal(first, train_in_rounds(tiny(), tmp_path)[0])
     other = train_in_rounds(tiny(seed=1), tmp_path)[0]
     assert not torch.equal(first["embedding"], other["embedding"])
+
+
+def test_a_run_that_diverges_ends_by_name_and_not_as_done(tmp_path: Path) -> None:
+    wild = tiny(optim={**SGD, "lr": 1e30}, log={"interval_steps": 1})
+    with pytest.raises(Diverged, match=r"the training loss is (nan|inf) by step \d+: .* lower optim\.lr"):
+        train_alone(wild, tmp_path)
+    assert "end" not in {event["kind"] for event in read_events(tmp_path / "alone.jsonl")}
 
 
 def test_optimizer_moments_live_through_rounds(tmp_path: Path) -> None:

@@ -266,6 +266,16 @@ def test_what_a_killed_controller_left_is_cleared_and_the_trial_runs_again(
     assert len(result["curves"]["train"]) == 2
 
 
+@pytest.mark.parametrize("content", ['{"a":', "{}", "[]", "null", '"done"'])
+def test_a_result_torn_by_hand_is_no_result_and_the_trial_runs(
+    launcher: Launcher, trial_dir: Path, settings: ExecutionSettings, content: str
+) -> None:
+    trial_dir.mkdir(parents=True, exist_ok=True)
+    (trial_dir / "result.json").write_text(content)
+    result = run(launcher, TRAINS, trial_dir, settings)
+    assert result["status"] == "done"
+
+
 def test_a_done_trial_is_not_run_again_and_a_failed_one_is(
     launcher: Launcher, trial_dir: Path, settings: ExecutionSettings
 ) -> None:

@@ -140,7 +140,7 @@ def test_every_mistake_is_listed_at_once_with_its_line(study_file: Path) -> None
         "FILE:10: arms.centralized.role ('referenc') must be one of treatment, baseline, reference;"
         ' did you mean "reference"?',
         "FILE:14: sweep.grid.sync.interval_steps (0) must be at least 1",
-        "FILE:15: seed is not a setting of a study; write it as run.seed",
+        'FILE:15: seed is not a setting of a study; did you mean "seeds"?',
         'FILE:16: equal[0] (modl) is not a setting of a run; did you mean "model"?',
         "FILE:17: resources.timeout (soon) must be a duration such as 90s, 30min or 2h",
     )
@@ -249,3 +249,26 @@ def test_reading_twice_gives_equal_studies(study_file: Path) -> None:
     changed = read_study(study_file, ["run.nodes=2"])
     assert settings(changed, "spes")["nodes"] == 2
     assert settings(read_study(study_file), "spes")["nodes"] == 4
+
+
+# --- What would be accepted and then not done ---
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("  nodes: 4", "  nodes: 4\n  seed: 5", "run.seed (5) must be given to all arms alike: list it under seeds"),
+        ("spes: {method: spes}", "spes: {method: spes, seed: 3}", "arms.spes.seed (3) must be given to all arms alike"),
+        ("schema: 1", "schema: 1\nseed: [0]", 'seed is not a setting of a study; did you mean "seeds"?'),
+        (
+            "spes: {method: spes}",
+            "spes: {method: spes, role: reference}",
+            "arms.spes.role (reference) must be one arm's; centralized has it already",
+        ),
+        ("name: probe", f"name: {'n' * 81}", "must be made of at most 80 letters"),
+        ("  nodes: 4", "  nodes: 4\n  data: {corpus: ' '}", "must name a corpus"),
+    ],
+)
+def test_what_would_silently_not_happen_is_refused(study_file: Path, old: str, new: str, words: str) -> None:
+    found = mistakes(written(study_file, STUDY.replace(old, new, 1)))
+    assert len([mistake for mistake in found if words in mistake]) == 1, found

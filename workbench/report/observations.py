@@ -151,6 +151,8 @@ def _learned(evidence: Evidence) -> str:
     entropy = unigram_entropy(evidence)
     if entropy is None or evidence.metric != "eval/loss":
         return ""
+    if not all(cell.values("eval/loss") for cell in evidence.cells):
+        return ""  # a cell without a loss has learned nothing that could be told
     above = [
         row_label(evidence, cell)
         for cell in evidence.cells
