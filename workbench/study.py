@@ -64,6 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SpesError as error:
         print(f"error: {error}", file=sys.stderr)
         return SOME_FAILED
+    except BrokenPipeError:
+        # Whoever read the output (a pager, head) has seen enough; nothing must be written to it any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return SOME_FAILED
+    except OSError as error:
+        print(f"error: {error}; free space or give the folder back, then run the same command again", file=sys.stderr)
+        return SOME_FAILED
+    except RecursionError:
+        print(f"error: {options.study} is nested too deeply to be a study", file=sys.stderr)
+        return BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -460,3 +460,16 @@ def test_progress_before_the_first_step_has_no_numbers() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (65, "1:05"), (3723, "1:02:03"), (None, "?")])
 def test_durations_read_like_a_clock(seconds: float | None, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_study_nested_without_end_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("schema: 1\nname: deep\nquestion: " + "[" * 3000 + "]" * 3000 + "\n")
+    assert main([str(path), "--dry-run"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_reader_that_has_seen_enough_is_no_traceback(study_file: Path) -> None:
+    command = f"{sys.executable} -m workbench.study {study_file} --dry-run | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
