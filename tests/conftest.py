@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
+
+# A shell that runs the tests in the background hands down an ignored SIGINT, and every process they start would have it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One thread for each process, before torch makes its pool: tests run in parallel and start processes of their own.
 os.environ["OMP_NUM_THREADS"] = "1"
