@@ -6,7 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-# A shell that runs the tests in the background hands down an ignored SIGINT, and every process they start would have it.
+# A shell that runs the tests in the background hands down an ignored SIGINT; whatever they start would ignore it too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
