@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from spes_core.errors import Problem
+from spes_core.schedules import checkpoint_steps
 
 if TYPE_CHECKING:
     from spes_core.config import RunConfig
@@ -152,6 +153,17 @@ def _batch_rules(config: RunConfig) -> Iterator[Problem]:
             "optim.name",
             f'("{config.optim.name}") needs whole parameters in one process: sync.exchange other than "gradients" and'
             " parallel.ranks_per_node 1; or use adamw",
+        )
+    if config.optim.name == "adamw_8bit" and checkpoint_steps(config):
+        yield Problem(
+            "optim.name",
+            '("adamw_8bit") keeps quantised moments, which no checkpoint can store; set checkpoint.interval_rounds and'
+            " checkpoint.interval_steps to 0, or use adamw",
+        )
+    if config.compute.compile and not in_one_process:
+        yield Problem(
+            "compute.compile",
+            "(true) must be false where several processes divide a model: their sums would break the compiled layers",
         )
 
 

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from spes_core.config import MergeConfig, OptimConfig, RunConfig
+if TYPE_CHECKING:
+    from spes_core.config import MergeConfig, OptimConfig, RunConfig
 
 
 def learning_rate(optim: OptimConfig, step: int, total_steps: int) -> float:

@@ -61,6 +61,16 @@ def test_every_mistake_is_listed_at_once_with_the_nearest_name() -> None:
         ({"model": {"num_kv_heads": 3}}, "model.num_kv_heads", "must divide model.num_heads (4)"),
         ({"optim": {"lr": float("nan")}}, "optim.lr", "must be a number"),
         ({"optim": {"lr": True}}, "optim.lr", "must be a number"),
+        (
+            {"optim": {"name": "adamw_8bit"}, "checkpoint": {"interval_rounds": 1}},
+            "optim.name",
+            "which no checkpoint can store; set checkpoint.interval_rounds",
+        ),
+        (
+            {"compute": {"compile": True}, "sync": {"exchange": "gradients"}},
+            "compute.compile",
+            "must be false where several processes divide a model",
+        ),
         ({"optim": {"beta2": 1.0}}, "optim.beta2", "(1) must be at least 0 and below 1"),
         ({"seed": 1 << 64}, "seed", "must be below 2^63"),
         ({"seed": 10**400}, "seed", "must be a whole number"),
