@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-from spes_core.errors import ConfigError, Problem
+from spes_core.errors import ConfigError
 from spes_core.partition import Partition, PartitionKind, make_partition
 from spes_core.rules import check
 from spes_core.structure import build
@@ -185,8 +184,9 @@ class OuterConfig:
 class WireConfig:
     """How tensors travel."""
 
-    dtype: Literal["float32"] = "float32"
-    """Codec of the tensors on the wire."""
+    dtype: Literal["float32", "bfloat16", "int8", "int4"] = "float32"
+    """Codec of the tensors on the wire: exact values; or changes since the last round, rounded to bfloat16, or to
+    blocks of 8 or 4 bit integers with error feedback."""
     chunk_bytes: int = 1 << 20
     """Largest payload of one message."""
 
@@ -196,7 +196,67 @@ class RoundConfig:
     """When a round counts as complete."""
 
     timeout_s: float = 600.0
-    """A round that is not complete this long after its first upload fails, naming the missing nodes."""
+    """How long after its first upload a round waits for the others; then it closes with those present, or fails by
+    name where they are too few for the quorum."""
+    quorum: float = 1.0
+    """Share of the nodes that a round needs. 1.0: all, and results depend on no timing. Below: a round closes without
+    those that are lost or late; an absent owner's experts keep their last value."""
+    reassign_after: int = 3
+    """Below quorum 1.0: rounds of absence after which a node's experts move to present ones; 0 for never."""
+    local_time_s: float | None = None
+    """Longest time between two rounds that a node spends on local steps: a slow one then uploads fewer steps, weighted
+    by its tokens. Null: always sync.interval_steps."""
+    heartbeat_s: float = 5.0
+    """Time between two signs of life of a node."""
+    lost_after_s: float = 60.0
+    """A node not heard from for so long counts as lost."""
+    retry_s: float = 300.0
+    """How long a node tries again, with growing pauses, to reach a server that went away."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AggregateConfig:
+    """How the values of several nodes for one tensor become one (shared tensors; experts with several owners)."""
+
+    rule: Literal["mean", "clipped", "trimmed", "median"] = "mean"
+    """"mean" by tokens; "clipped": the mean of updates of which none is longer than clip_factor × their median length;
+    "trimmed": value by value the mean without the trim_fraction largest and smallest; "median": value by value."""
+    trim_fraction: float = 0.25
+    """Share of the nodes cut off at each end by "trimmed"; below 0.5."""
+    clip_factor: float = 1.0
+    """Longest update under "clipped", in median lengths."""
+    quarantine_factor: float | None = None
+    """A node whose update is longer than so many median lengths is left out of the round and named; null: never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkConfig:
+    """The link between a node and the server: what predictions assume, and what may be emulated on one machine."""
+
+    uplink_mbps: float | None = None
+    """Bandwidth from a node to the server, in 10^6 bits a second; null: not limited."""
+    downlink_mbps: float | None = None
+    """Bandwidth from the server to a node."""
+    rtt_ms: float = 0.0
+    """Round-trip time."""
+    loss: float = 0.0
+    """Share of packets that are lost, below 1."""
+    emulate: bool = False
+    """Whether nodes slow their own connection down to these numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """A node that misbehaves on purpose, for studies of robustness."""
+
+    kind: Literal["none", "noise", "sign_flip", "scale"] = "none"
+    """What the node sends instead of its update: noise of scale × its length; the update times −scale; times scale."""
+    node: int = 0
+    """The node."""
+    scale: float = 1.0
+    """Strength."""
+    from_round: int = 0
+    """First round in which it misbehaves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +345,9 @@ class RunConfig:
     outer: OuterConfig = field(default_factory=OuterConfig)
     wire: WireConfig = field(default_factory=WireConfig)
     round: RoundConfig = field(default_factory=RoundConfig)
+    aggregate: AggregateConfig = field(default_factory=AggregateConfig)
+    link: LinkConfig = field(default_factory=LinkConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     frozen: FrozenConfig = field(default_factory=FrozenConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -329,10 +392,13 @@ class RunConfig:
         return make_partition(kind, self.model.num_experts, self.nodes)
 
 
-NOT_IDENTITY = ("method", "log", "round", "checkpoint", "wire.chunk_bytes", "init.weights")
+NOT_IDENTITY = (
+    *("method", "log", "checkpoint", "wire.chunk_bytes", "init.weights"),
+    *(f"round.{name}" for name in ("timeout_s", "heartbeat_s", "lost_after_s", "retry_s")),
+)
 """Settings that change no weight and no validation; they are outside a run's identity."""
 
-_ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round")
+_ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round", "aggregate", "link", "faults")
 
 
 def inapplicable(config: RunConfig) -> tuple[str, ...]:
@@ -354,11 +420,23 @@ def inapplicable(config: RunConfig) -> tuple[str, ...]:
         paths += ["init.weights", "init.digest"]
     else:
         paths += ["model.init_std"]
+    paths += _inapplicable_to_rounds(config)
     if config.optim.name == "sgd":
         paths += ["optim.beta1", "optim.beta2", "optim.eps"]
     if config.data.micro_batch_sequences is None or config.loss.balance_weight == 0:
         paths += ["loss.balance_fractions"]
     return tuple(paths)
+
+
+def _inapplicable_to_rounds(config: RunConfig) -> list[str]:
+    """Parts of the round's settings that its other settings leave without effect."""
+    used = {"mean": (), "clipped": ("clip_factor",), "trimmed": ("trim_fraction",), "median": ()}[config.aggregate.rule]
+    paths = [f"aggregate.{name}" for name in ("trim_fraction", "clip_factor") if name not in used]
+    if config.round.quorum == 1.0:
+        paths += ["round.reassign_after"]
+    if config.faults.kind == "none":
+        paths += ["faults.node", "faults.scale", "faults.from_round"]
+    return paths
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -388,36 +466,3 @@ def digest(config: RunConfig) -> str:
         branch.pop(leaf, None)
     text = json.dumps(tree, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFile:
-    """What a process is started with: run.json. Everything beside `config` changes no number."""
-
-    trial: str
-    """Readable name of the trial."""
-    config: RunConfig
-    data_dir: str
-    """Folder of the tokenized corpus."""
-    server_address: str = "127.0.0.1:0"
-    """Where the server listens; port 0 lets it choose, and nodes read its choice in server.address beside run.json."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where a node computes; "auto" takes GPUs where each process of the run gets one, "cuda" lets nodes share."""
-    threads: int = 1
-    """Intra-operation threads of one process."""
-
-    def save(self, path: Path) -> None:
-        """Write the file (its folder must exist)."""
-        path.write_text(json.dumps(to_dict(self), indent=1) + "\n", encoding="utf-8")
-
-    @classmethod
-    def load(cls, path: Path) -> RunFile:
-        """Read and check a file written by `save`. Raises ConfigError."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError([Problem(str(path), f"cannot be read: {error}")]) from error
-        run = build(cls, data)
-        if problems := check(run.config):
-            raise ConfigError(problems)
-        return run

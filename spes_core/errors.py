@@ -7,6 +7,7 @@
     ├── DataError (ValueError)       a corpus or shard cannot be read, is empty, or is too small
     ├── ProtocolError                what came over the wire breaks a rule; the sender is named
     │   └── Refused                  the server refused this node's join or upload, and says why
+    │       └── StaleRound           the round is over: the node must go on from the newest one
     ├── Unreachable                  the server cannot be reached, or went away
     ├── Diverged                     the loss is no longer finite
     └── RoundFailed                  a round could not be completed; names the nodes that were missing
@@ -56,6 +57,10 @@ class ProtocolError(SpesError):
 
 class Refused(ProtocolError):
     """The server refused a request of this node."""
+
+
+class StaleRound(Refused):
+    """A round is over without this node: what it uploads for it comes too late."""
 
 
 class Unreachable(SpesError):

@@ -20,7 +20,7 @@ from torch import Tensor
 from spes_core import snapshots
 from spes_core.address import read_address
 from spes_core.checkpoint import model_metadata, save_weights
-from spes_core.config import RunConfig, RunFile, digest
+from spes_core.config import RunConfig, digest
 from spes_core.data.batches import TokenSource
 from spes_core.errors import ConfigError, Problem, SpesError
 from spes_core.events import Events, EventWriter, NoEvents
@@ -29,6 +29,7 @@ from spes_core.model import counting
 from spes_core.model.decoder import Decoder
 from spes_core.processlife import die_with_parent
 from spes_core.protocol.client import SyncClient
+from spes_core.runfile import RunFile
 from spes_core.train import parallel
 from spes_core.train.allocator import keep_freed_memory
 from spes_core.train.exchange import Exchange, FollowingExchange, LeadingExchange

@@ -40,8 +40,25 @@ FRACTIONS = (
     "merge.alpha",
     "outer.momentum",
 )
-BELOW_ONE = ("optim.beta1", "optim.beta2")
-POSITIVE = ("optim.lr", "optim.eps", "outer.lr", "round.timeout_s", "model.rope_theta", "model.norm_eps")
+BELOW_ONE = ("optim.beta1", "optim.beta2", "link.loss")
+POSITIVE = (
+    "optim.lr",
+    "optim.eps",
+    "outer.lr",
+    "round.timeout_s",
+    "round.heartbeat_s",
+    "round.retry_s",
+    "aggregate.clip_factor",
+    "model.rope_theta",
+    "model.norm_eps",
+)
+POSITIVE_OR_NULL = (
+    "optim.clip_norm",
+    "round.local_time_s",
+    "aggregate.quarantine_factor",
+    "link.uplink_mbps",
+    "link.downlink_mbps",
+)
 NOT_NEGATIVE = (
     "optim.weight_decay",
     "loss.z_weight",
@@ -51,6 +68,10 @@ NOT_NEGATIVE = (
     "merge.until_step",
     "checkpoint.interval_rounds",
     "checkpoint.interval_steps",
+    "round.reassign_after",
+    "link.rtt_ms",
+    "faults.scale",
+    "faults.from_round",
     "seed",
 )
 
@@ -64,6 +85,7 @@ def check(config: RunConfig) -> list[Problem]:
         *_model_rules(config),
         *_batch_rules(config),
         *_merge_rules(config),
+        *_round_rules(config),
         *_init_rules(config),
     ]
 
@@ -86,9 +108,13 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
             yield Problem(path, f"({value:g}) must not be negative")
     if config.seed >= 1 << 63:
         yield Problem("seed", f"({config.seed}) must be below 2^63")
-    clip_norm = config.optim.clip_norm
-    if clip_norm is not None and clip_norm <= 0:
-        yield Problem("optim.clip_norm", f"({clip_norm:g}) must be above 0; use null for no clipping")
+    for path in POSITIVE_OR_NULL:
+        if (value := attrgetter(path)(config)) is not None and value <= 0:
+            yield Problem(path, f"({value:g}) must be above 0; use null for no limit")
+    if not 0 < (quorum := config.round.quorum) <= 1:
+        yield Problem("round.quorum", f"({quorum:g}) must be above 0 and at most 1: the share of nodes a round needs")
+    if not 0 <= (share := config.aggregate.trim_fraction) < 0.5:
+        yield Problem("aggregate.trim_fraction", f"({share:g}) must be at least 0 and below 0.5: it is cut at each end")
     if not config.data.corpus.strip():
         yield Problem("data.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
     if not 0 < (fraction := config.data.validation_fraction) < 1:
@@ -174,6 +200,26 @@ def _merge_rules(config: RunConfig) -> Iterator[Problem]:
             "merge.num_neighbours",
             f"({merge.num_neighbours}) must be below model.num_experts ({num_experts}): an expert is no neighbour of"
             " itself; lower K or set merge.enabled to false",
+        )
+
+
+def _round_rules(config: RunConfig) -> Iterator[Problem]:
+    if config.sync.exchange != "rounds":
+        return
+    rounds, faults = config.round, config.faults
+    if rounds.lost_after_s <= 2 * rounds.heartbeat_s:
+        yield Problem(
+            "round.lost_after_s",
+            f"({rounds.lost_after_s:g}) must be above two signs of life, 2 × round.heartbeat_s"
+            f" ({2 * rounds.heartbeat_s:g}); one alone may be late",
+        )
+    if faults.kind != "none" and not 0 <= faults.node < config.nodes:
+        yield Problem("faults.node", f"({faults.node}) must be a node of this run: 0 to {config.nodes - 1}")
+    if config.aggregate.rule in ("trimmed", "median") and config.nodes < 3:
+        yield Problem(
+            "aggregate.rule",
+            f'("{config.aggregate.rule}") needs at least 3 nodes to tell an outlier, and nodes is {config.nodes};'
+            ' use "mean" or "clipped"',
         )
 
 

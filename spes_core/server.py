@@ -26,7 +26,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from spes_core import snapshots
 from spes_core.address import ADDRESS_FILE
-from spes_core.config import RunConfig, RunFile
+from spes_core.config import RunConfig
 from spes_core.errors import ConfigError, DataError, Problem, RoundFailed
 from spes_core.events import EventWriter
 from spes_core.initial import initial_weights
@@ -34,6 +34,7 @@ from spes_core.model.counting import tensor_shapes
 from spes_core.processlife import die_with_parent, rss_peak_bytes
 from spes_core.protocol import channel
 from spes_core.protocol.servicer import SyncServicer
+from spes_core.runfile import RunFile
 from spes_core.schedules import checkpoint_steps, merge_steps, round_steps
 from spes_core.sync.codec import Values
 from spes_core.sync.global_state import GlobalState

@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from spes_core import snapshots
-from spes_core.config import RunFile
 from spes_core.errors import SpesError
 from spes_core.events import cut_events
+from spes_core.runfile import RunFile
 from workbench.durable import read_json, read_mapping, write_json
 from workbench.failures import Failure, describe, first_failed
 from workbench.follow import EventTail, TrialState

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import spes_core
-from spes_core.config import RunFile
+from spes_core.runfile import RunFile
 
 SERVER = "server"
 """Name of the process that holds the parameter server."""

@@ -11,8 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from spes_core.config import RunConfig, RunFile, to_dict
+from spes_core.config import RunConfig, to_dict
 from spes_core.model import counting
+from spes_core.runfile import RunFile
 from workbench.curves import train_curve, validation_curve
 from workbench.durable import read_json
 from workbench.metrics import METRICS

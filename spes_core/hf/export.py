@@ -18,13 +18,14 @@ from typing import Any
 import torch
 
 from spes_core.checkpoint import DTYPES, TensorForm, WeightsFile, check_forms, stored_model, write_weights
-from spes_core.config import ModelConfig, RunFile
+from spes_core.config import ModelConfig
 from spes_core.errors import DataError
 from spes_core.hf.commandline import status_of
 from spes_core.hf.layout import Rows, checkpoint_rows, hf_config
 from spes_core.hf.reading import INDEX, SINGLE
 from spes_core.hf.tokenizer import read_tokenizer
 from spes_core.model.counting import tensor_shapes
+from spes_core.runfile import RunFile
 
 _CLASSES = {"olmoe": "OlmoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
 

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from spes_core.sync.messages import DownloadManifest, Hello, Welcome
+from spes_core.sync.messages import DownloadManifest, HeartbeatReply, Hello, RoundSummary, Welcome
 
 PayloadOf = Callable[[int], memoryview]
-"""The encoded tensor with this index; asked for in canonical order, and valid until the next one is asked for."""
+"""The encoded tensor with this index; asked for in canonical order, once, and valid until the next one is asked for."""
 
 
 class Sink(Protocol):
     """Where a download goes."""
 
     def begin(self, manifest: DownloadManifest) -> None:
-        """The announcement, before any data; may raise ProtocolError to refuse it."""
+        """The announcement, before any data; may raise ProtocolError to refuse it. Called once, resumed or not."""
 
     def write(self, tensor: int, offset: int, payload: memoryview) -> None:
         """The next chunk: ``payload`` lies ``offset`` bytes into the encoded ``tensor``; valid during the call."""
@@ -27,13 +27,12 @@ class UploadReport:
     """Bytes and times of one upload; the times do not overlap."""
 
     payload_bytes: int
+    """Encoded bytes that were sent, those sent twice after a cut counted twice."""
     framing_bytes: int
-    """Frame headers and manifest."""
+    """Frame headers and manifests."""
     serialise_s: float
     transfer_s: float
-    wait_s: float
-    """How long the server let it wait for other nodes."""
-    aggregate_s: float
+    """Sending and storing, also time in which the connection was lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +40,45 @@ class DownloadReport:
     """Bytes and times of one download; the times do not overlap."""
 
     manifest: DownloadManifest
+    summary: RoundSummary
     payload_bytes: int
     framing_bytes: int
     """Frame headers and manifest."""
     serialise_s: float
-    """Checking and copying into place."""
+    """Checking, decoding and copying into place."""
     transfer_s: float
     wait_s: float
-    """Until the round closed, without the server's own work."""
+    """Waiting for the other nodes."""
 
 
 class Client(Protocol):
-    """One node's connection."""
+    """One node's connection. An upload and the download of the same round may run in two threads at once."""
 
     def join(self, hello: Hello) -> Welcome:
         """Take part. Raises Refused with the difference, or Unreachable."""
 
     def upload(
-        self, *, round: int, step: int, tokens: int, tensors: tuple[int, ...], payload_of: PayloadOf
+        self,
+        *,
+        round: int,
+        step: int,
+        tokens: int,
+        tensors: tuple[int, ...],
+        payload_of: PayloadOf,
+        safe_round: int = 0,
     ) -> UploadReport:
-        """Send the tensors of a round. Raises Refused, RoundFailed or Unreachable."""
+        """Send the tensors of a round, going on where a lost connection stopped. ``payload_of`` is asked for every
+        tensor, sent or not. Raises Refused, StaleRound, RoundFailed or Unreachable.
+        """
 
     def download(self, *, round: int, sink: Sink) -> DownloadReport:
-        """Wait for the round to close and receive what this node lacks. Raises as `upload` does, or ProtocolError."""
+        """Receive what this node lacks of a round, while it closes. Raises as `upload` does, or ProtocolError."""
+
+    def snapshot(self, *, round: int, sink: Sink) -> DownloadReport:
+        """Receive all global weights with which the open round ``round`` begins, as exact float32."""
+
+    def heartbeat(self, step: int) -> HeartbeatReply | None:
+        """Tell that this node lives; None when the server cannot be reached."""
+
+    def abort(self) -> None:
+        """End uploads and downloads in progress in other threads; they raise Unreachable."""

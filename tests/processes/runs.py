@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from spes_core.checkpoint import load_weights
-from spes_core.config import RunConfig, RunFile
+from spes_core.config import RunConfig
+from spes_core.runfile import RunFile
 from workbench.processes import plan
 
 

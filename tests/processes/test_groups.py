@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from spes_core.address import read_address
-from spes_core.config import RunConfig, RunFile
+from spes_core.config import RunConfig
 from spes_core.data.batches import TokenSource
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
 from spes_core.model import counting
+from spes_core.runfile import RunFile
 from tests.equivalence.participants import tiny, train_in_rounds
 from tests.processes.runs import (
     difference,

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from spes_core.checkpoint import load_weights
-from spes_core.config import RunConfig, RunFile
+from spes_core.config import RunConfig
 from spes_core.data.batches import TokenSource
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
+from spes_core.runfile import RunFile
 from tests.equivalence.participants import assert_bitwise_equal, tiny, train_alone, train_in_rounds
 
 pytestmark = pytest.mark.processes

@@ -21,11 +21,12 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from spes_core.address import read_address
-from spes_core.config import RoundConfig, RunConfig, RunFile, SyncConfig
+from spes_core.config import RoundConfig, RunConfig, SyncConfig
 from spes_core.errors import RoundFailed, Unreachable
 from spes_core.events import read_events
 from spes_core.model.initialise import initial_tensor
 from spes_core.protocol.client import SyncClient
+from spes_core.runfile import RunFile
 from spes_core.sync.inprocess import LocalClient
 from spes_core.sync.messages import schema_of
 from spes_core.sync.parameter_server import ParameterServer

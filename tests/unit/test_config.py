@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from spes_core import schedules
-from spes_core.config import RunConfig, RunFile, digest, from_dict, inapplicable, to_dict
+from spes_core.config import RunConfig, digest, from_dict, inapplicable, to_dict
 from spes_core.errors import ConfigError
+from spes_core.runfile import RunFile
 
 
 def problems_of(data: object) -> dict[str, str]:

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from spes_core.config import DataConfig, ModelConfig, RunConfig, RunFile, SyncConfig, to_dict
+from spes_core.config import DataConfig, ModelConfig, RunConfig, SyncConfig, to_dict
+from spes_core.runfile import RunFile
 from workbench.execute import ExecutionSettings, StopRequest, TrialBusy, run_trial
 from workbench.launch.forkserver import ForkLauncher
 from workbench.launch.launcher import Launcher, LaunchError, Running

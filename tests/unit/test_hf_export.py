@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from spes_core.checkpoint import TensorForm, load_weights, save_weights
-from spes_core.config import DataConfig, ModelConfig, RunConfig, RunFile
+from spes_core.config import DataConfig, ModelConfig, RunConfig
 from spes_core.data import vocabulary
 from spes_core.data.tokenize import prepare
 from spes_core.errors import DataError
@@ -22,6 +22,7 @@ from spes_core.hf import export as export_module
 from spes_core.hf import importing
 from spes_core.hf.export import export, shards_of
 from spes_core.hf.importing import read_hf_folder
+from spes_core.runfile import RunFile
 from spes_core.structure import build
 from tests.hf_models import (
     QK_NORM,

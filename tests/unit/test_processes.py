@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from spes_core.config import DataConfig, ParallelConfig, RunConfig, RunFile, SyncConfig
+from spes_core.config import DataConfig, ParallelConfig, RunConfig, SyncConfig
+from spes_core.runfile import RunFile
 from workbench.processes import environment, plan
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from spes_core.config import DataConfig, MergeConfig, ModelConfig, RunConfig, RunFile, SyncConfig
+from spes_core.config import DataConfig, MergeConfig, ModelConfig, RunConfig, SyncConfig
 from spes_core.events import EventWriter
+from spes_core.runfile import RunFile
 from workbench.metrics import METRICS
 from workbench.results import build_result
 
