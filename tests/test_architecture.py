@@ -39,6 +39,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "schedules",
             "events",
             "filedigest",
+            "link",
             "processlife",
             "address",
             "snapshots",
@@ -126,6 +127,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "errors",
         "events",
         "filedigest",
+        "link",
         "model",
         "names",
         "partition",
@@ -133,6 +135,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "structure",
         "data",
         "processlife",
+        "runfile",
         "snapshots",
     }
     spawner = ROOT / "workbench/launch/spawner.py"  # imports the engine to fork from it; trains nothing itself
