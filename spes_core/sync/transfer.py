@@ -90,6 +90,16 @@ class Transfer:
         self._at, self._offset = self._at + 1, 0
         return True
 
+    def skip(self, stored_bytes: int) -> int:
+        """Go on after as much of ``stored_bytes``, of all tensors end to end, as makes whole blocks; returns that."""
+        position = self._at = self._offset = 0
+        for size in self._sizes_bytes:
+            if position + size > stored_bytes:
+                self._offset = (stored_bytes - position) // self._block_bytes * self._block_bytes
+                break
+            position, self._at = position + size, self._at + 1
+        return position + self._offset
+
     @property
     def is_complete(self) -> bool:
         """Whether every announced byte has come."""

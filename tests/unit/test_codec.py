@@ -106,3 +106,24 @@ def test_a_transfer_refuses_any_other_chunk(chunk: tuple[int, int, int], message
         transfer.accept(*chunk)
     with pytest.raises(ProtocolError, match="the end came where tensor 5 at byte 8 was due"):
         transfer.finish()
+
+
+@given(wires, st.lists(st.integers(1, 500), min_size=1, max_size=5), st.integers(1, 8), st.floats(0, 1.1))
+@settings(deadline=None)
+def test_a_transfer_goes_on_after_the_whole_blocks_that_are_stored(
+    wire: WireFormat, elements: list[int], chunk_blocks: int, share: float
+) -> None:
+    sizes = [wire.encoded_bytes(count) for count in elements]
+    stored = int(share * sum(sizes))
+    transfer = Transfer(range(len(sizes)), sizes, wire.block_bytes)
+    whole = transfer.skip(stored)
+    assert stored - wire.block_bytes < whole <= stored or whole == sum(sizes) <= stored
+    start = 0
+    for tensor, size in enumerate(sizes):
+        if start + size > whole:
+            for offset, length in wire.chunks(size, wire.block_bytes * chunk_blocks, start=max(whole - start, 0)):
+                transfer.accept(tensor, offset, length)
+        start += size
+    transfer.finish()
+    with pytest.raises(ProtocolError, match="after the last announced one"):
+        transfer.accept(0, 0, 4)
