@@ -28,7 +28,11 @@ from spes_core.config import RunConfig
 from spes_core.initial import initial_weights
 from spes_core.model.counting import tensor_shapes
 from spes_core.processlife import die_with_parent
+from spes_core.protocol import credentials
+from spes_core.protocol.client import SyncClient
 from spes_core.runfile import RunFile
+from spes_core.train.exchange import Exchange
+from spes_core.train.weights import LocalWeights
 
 Protocol = Literal["naive", "ours"]
 _SERVERS = {"naive": "benchmarks.naive_round", "ours": "spes_core.server"}
@@ -94,7 +98,7 @@ class Group:
         context.set_forkserver_preload(["benchmarks.round_groups"])
         for node in range(config.nodes):
             here, there = context.Pipe()
-            process = context.Process(target=node_main, args=(there, protocol, config, node), daemon=True)
+            process = context.Process(target=node_main, args=(there, protocol, config, node, self._folder), daemon=True)
             process.start()
             self._children.append(process)
             self._pipes.append(here)
@@ -153,7 +157,7 @@ class Group:
         return path.read_text(encoding="utf-8").split()[0]
 
 
-def node_main(pipe: Connection, protocol: Protocol, config: RunConfig, node: int) -> None:
+def node_main(pipe: Connection, protocol: Protocol, config: RunConfig, node: int, folder: Path) -> None:
     """A node's process: makes its model, joins, then does as it is told."""
     die_with_parent()
     torch.set_num_threads(1)
@@ -161,7 +165,7 @@ def node_main(pipe: Connection, protocol: Protocol, config: RunConfig, node: int
     state = {name: initial(name).contiguous() for name in tensor_shapes(config.model)}
     trained = [tensor for name, tensor in state.items() if config.make_partition().trains(node, name)]
     base_bytes = memory_bytes("self", "VmRSS")
-    run_round = _EXCHANGES[protocol](address, config, node, state)
+    run_round = _EXCHANGES[protocol](address, config, node, state, folder)
     pipe.send(None)
     round = 0
     while True:
@@ -187,17 +191,17 @@ def node_main(pipe: Connection, protocol: Protocol, config: RunConfig, node: int
         )
 
 
-def _join_naive(address: str, config: RunConfig, node: int, state: dict[str, Tensor]) -> Callable[[int], Any]:
+def _join_naive(
+    address: str, config: RunConfig, node: int, state: dict[str, Tensor], _: Path
+) -> Callable[[int], dict[str, Any]]:
     exchange = NaiveExchange(address, config, node, state)
     return lambda round: asdict(exchange.run_round(round))
 
 
-def _join_ours(address: str, config: RunConfig, node: int, state: dict[str, Tensor]) -> Callable[[int], Any]:
-    from spes_core.protocol.client import SyncClient
-    from spes_core.train.exchange import Exchange
-    from spes_core.train.weights import LocalWeights
-
-    client = SyncClient(address, config, node)
+def _join_ours(
+    address: str, config: RunConfig, node: int, state: dict[str, Tensor], folder: Path
+) -> Callable[[int], dict[str, Any]]:
+    client = SyncClient(address, config, node, credentials.of_node(None, folder, node))
     exchange = Exchange(client, LocalWeights(state), config.make_partition(), node, config)
     exchange.join()
     tokens = config.tokens_per_step // config.nodes
