@@ -1,4 +1,5 @@
-"""The parameter server process: `python -m spes_core.server RUN.json`.
+"""The parameter server process: `python -m spes_core.server RUN.json`. Around it two commands: `credentials DIR` makes
+certificates and a join token (`protocol.credentials`), `status ADDR` asks a server (`protocol.status`).
 
 Writes its address and process id to server.address and its events to events/server.jsonl, both beside RUN.json, and
 goes on from the newest checkpoint that all processes of the run have there (spes_core.snapshots). Ends with 0 when
@@ -9,7 +10,6 @@ damaged, 2 when it cannot start.
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import signal
 import sys
@@ -32,8 +32,8 @@ from spes_core.events import EventWriter
 from spes_core.initial import initial_weights
 from spes_core.model.counting import tensor_shapes
 from spes_core.processlife import die_with_parent, rss_peak_bytes
-from spes_core.protocol import channel
-from spes_core.protocol.servicer import SyncServicer
+from spes_core.protocol import channel, credentials, status
+from spes_core.protocol.servicer import Opening, SyncServicer, num_threads
 from spes_core.runfile import RunFile
 from spes_core.schedules import checkpoint_steps, merge_steps, round_steps
 from spes_core.sync.codec import Values
@@ -49,17 +49,25 @@ _FAREWELL_S = 5.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the process; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m spes_core.server", description="The parameter server of one run.")
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and (command := _COMMANDS.get(arguments[0])):
+        return command(arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m spes_core.server",
+        description="The parameter server of one run.",
+        epilog="Further commands: credentials DIR, status ADDR; each has a --help of its own.",
+    )
     parser.add_argument("run", type=Path, metavar="RUN.json", help="what to run; its folder takes events and address")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
+    parser.add_argument("--allow-plaintext", action="store_true", help="listen beyond this machine unencrypted")
     options = parser.parse_args(arguments)
     if options.die_with_parent:
         die_with_parent()
     try:
         run = RunFile.load(options.run)
-        check_servable(run)
+        check_servable(run, options.allow_plaintext)
         torch.set_num_threads(run.threads)
-        serve(run, options.run.parent)
+        serve(run, options.run.parent, options.allow_plaintext)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -69,12 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def serve(run: RunFile, folder: Path) -> None:
+def serve(run: RunFile, folder: Path, allow_plaintext: bool = False) -> None:
     """Serve the run to its end. Raises ConfigError when the address cannot be used, RoundFailed when a round fails."""
     # A former server's address must not lead this run's nodes astray.
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
-    server = grpc.server(ThreadPoolExecutor(_num_threads(run.config)), options=channel.OPTIONS)
-    port = bind(server, run.server_address)
+    listening = _Listening(run, folder, allow_plaintext)
     standing, first_value, events_bytes = _take_up(run.config, folder)
     events = EventWriter(folder / "events" / "server.jsonl", events_bytes)
     events.write("start", pid=os.getpid())
@@ -84,13 +91,12 @@ def serve(run: RunFile, folder: Path) -> None:
     core = ParameterServer(run.config, schema, first_value, events.write, standing, due)
     with _StopSignal(core):
         try:
-            _start(server, core, run.config)
-            address = f"{run.server_address.rpartition(':')[0]}:{port}"
+            address = listening.open(core)
             _write_atomically(folder / ADDRESS_FILE, f"{address}\n{os.getpid()}\n")
             events.write("listening", address=address)
             core.wait_finished(lambda standing: _store(run.config, folder, core.state, standing, events.size_bytes))
         finally:
-            server.stop(_FAREWELL_S).wait()
+            listening.close()
             rounds = core.rounds_closed
             steps = round_steps(run.config)[:rounds]
             merges = len(set(merge_steps(run.config)) & set(steps))
@@ -98,46 +104,50 @@ def serve(run: RunFile, folder: Path) -> None:
             events.close()
 
 
-def check_servable(run: RunFile) -> None:
+def check_servable(run: RunFile, allow_plaintext: bool = False) -> None:
     """Raises ConfigError when this run needs no server, or its address must not be served without encryption."""
     exchange, address = run.config.sync.exchange, run.server_address
     if exchange != "rounds":
         raise _wrong("sync.exchange", f'("{exchange}") must be "rounds" for a server to have work')
-    host, separator, port = address.rpartition(":")
+    _, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65535:
         raise _wrong("server_address", f'("{address}") must be host:port, for instance 127.0.0.1:0')
-    if not _is_loopback(host):
-        reason = "the connection is not encrypted and whoever reaches the port could take part"
-        raise _wrong("server_address", f'("{address}") must be a loopback address such as 127.0.0.1: {reason}')
+    if run.credentials is None:
+        channel.require_private("server_address", address, allow_plaintext)
 
 
-def bind(server: grpc.Server, address: str) -> int:
-    """Bind to "host:port" (0: any free port); the port. Raises ConfigError when it is in use."""
-    try:
-        port, reason = server.add_insecure_port(address), "no port was given"
-    except RuntimeError as error:
-        port, reason = 0, str(error)
-    if port == 0:
-        advice = "is the port in use? Choose another, or 0 for any free one"
-        raise _wrong("server_address", f'("{address}") cannot be listened on; {advice} ({reason})')
-    return int(port)
+class _Listening:
+    """The open port of a run: says from the start that it is not ready, and serves once there is a core."""
 
+    def __init__(self, run: RunFile, folder: Path, allow_plaintext: bool) -> None:
+        """Raises ConfigError when the port cannot be used."""
+        self._config, self._credentials = run.config, credentials.of_server(run.credentials, folder)
+        # Threads of the health service; the requests of nodes have their own.
+        self._server = grpc.server(ThreadPoolExecutor(4), options=channel.OPTIONS)
+        port = channel.bind(self._server, run.server_address, self._credentials, allow_plaintext)
+        self._address = f"{run.server_address.rpartition(':')[0]}:{port}"
+        self._opening, self._health = Opening(), health.HealthServicer()
+        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._server.add_generic_rpc_handlers((self._opening,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.start()
 
-def _start(server: grpc.Server, core: ParameterServer, config: RunConfig) -> None:
-    server.add_generic_rpc_handlers((SyncServicer(core, config.wire.chunk_bytes),))
-    servicer = health.HealthServicer()
-    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    server.start()
+    def open(self, core: ParameterServer) -> str:
+        """Serve the core; the address."""
+        threads = ThreadPoolExecutor(num_threads(self._config.nodes), thread_name_prefix="request")
+        token, chunk_bytes = self._credentials.token, self._config.wire.chunk_bytes
+        self._opening.servicer = SyncServicer(core, chunk_bytes, token, threads)
+        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        return self._address
+
+    def close(self) -> None:
+        """Serve nothing new, and let answers that are under way go out."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(_FAREWELL_S).wait()
 
 
 def _wrong(path: str, message: str) -> ConfigError:
     return ConfigError([Problem(path, message)])
-
-
-def _num_threads(config: RunConfig) -> int:
-    """Requests served at once: per node one that waits and one that replaces a broken one, and a few for joins."""
-    return 2 * config.nodes + 8
 
 
 def _initial(config: RunConfig) -> Callable[[str], Values]:
@@ -184,15 +194,6 @@ def _store(config: RunConfig, folder: Path, state: GlobalState, standing: Standi
     )
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
@@ -217,6 +218,9 @@ class _StopSignal:
 
     def _stop(self, number: int, _: object) -> None:
         self._core.fail(f"the server was stopped ({signal.Signals(number).name})")
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"credentials": credentials.main, "status": status.main}
 
 
 if __name__ == "__main__":
