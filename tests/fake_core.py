@@ -39,7 +39,7 @@ class Stored:
 
 
 class FakeCore:
-    """Conforms to `spes_core.protocol.servicer.ServerCore`. ``results[tensor]`` are the encoded results of any round."""
+    """Conforms to `spes_core.protocol.servicer.ServerCore`. ``results[tensor]``: encoded results of any round."""
 
     def __init__(self, schema: Schema, results: dict[int, bytes], stored: Stored | None = None, nodes: int = 2) -> None:
         self.schema, self.results, self.nodes = schema, results, nodes
