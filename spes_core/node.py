@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from spes_core import snapshots
-from spes_core.address import read_address
 from spes_core.checkpoint import model_metadata, save_weights
 from spes_core.config import RunConfig, digest
 from spes_core.data.batches import TokenSource
@@ -28,7 +27,7 @@ from spes_core.initial import fill, initial_weights
 from spes_core.model import counting
 from spes_core.model.decoder import Decoder
 from spes_core.processlife import die_with_parent
-from spes_core.protocol.client import SyncClient
+from spes_core.protocol.connect import connect
 from spes_core.runfile import RunFile
 from spes_core.train import parallel
 from spes_core.train.allocator import keep_freed_memory
@@ -47,11 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end when the process that started this one ends"
     )
+    parser.add_argument("--allow-plaintext", action="store_true", help="call a server elsewhere unencrypted")
     arguments = parser.parse_args(argv)
     if arguments.die_with_parent:
         die_with_parent()
     try:
-        run_node(RunFile.load(arguments.run), arguments.run.parent, arguments.node)
+        run = RunFile.load(arguments.run)
+        run = replace(run, allow_plaintext=run.allow_plaintext or arguments.allow_plaintext)
+        run_node(run, arguments.run.parent, arguments.node)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -242,7 +244,7 @@ def _train_in_rounds(
     if group is not None and group.rank > 0:
         train(FollowingExchange(group, model.pieces))
         return
-    with SyncClient(read_address(run.server_address, trial_dir), config, node) as client:
+    with connect(run, trial_dir, node) as client:
         exchange = Exchange(client, weights, config.make_partition(), node, config)
         train(LeadingExchange(exchange, weights) if isinstance(weights, DividedWeights) else exchange)
 

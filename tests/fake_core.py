@@ -51,6 +51,7 @@ class FakeCore:
         self.delivered: list[tuple[int, int]] = []
         self.framing: list[int] = []
         self.restarts = 0
+        self.closed = 0
         self.failure: str | None = None
         self.stale_rounds: set[int] = set()
         self.condition = threading.Condition()
@@ -159,6 +160,9 @@ class FakeUpload:
 
     def cancel(self) -> None:
         self.is_cancelled = True
+
+    def close(self) -> None:
+        self.core.closed += 1
 
 
 class FakeDownload:

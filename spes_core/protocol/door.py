@@ -69,6 +69,13 @@ class Door:
                 if self._streams.get((node, kind)) is context:
                     del self._streams[node, kind]
 
+    def end_streams(self, node: int) -> None:
+        """Another process speaks for the node from now on."""
+        with self._lock:
+            streams = [context for (owner, _), context in self._streams.items() if owner == node]
+        for context in streams:
+            context.cancel()
+
     def refusal(self, reason: str) -> Refused:
         """The refusal of a caller who has proved nothing; ``reason`` names its address."""
         now_s = time.monotonic()

@@ -76,9 +76,8 @@ class Attempt:
         for index in range(first, len(tensors)):
             if payload is None:
                 payload = self._encoded(tensors[index])
-            for offset, length in self._sending.wire.chunks(len(payload) - at, self._sending.chunk_bytes):
-                begin = at + offset
-                yield self._pack(Kind.CHUNK, payload[begin : begin + length], tensors[index], begin)
+            for offset, length in self._sending.wire.chunks(len(payload), self._sending.chunk_bytes, at):
+                yield self._pack(Kind.CHUNK, payload[offset : offset + length], tensors[index], offset)
             payload, at = None, 0
         yield self._pack(Kind.END)
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from spes_core.errors import ProtocolError, Refused, RoundFailed, StaleRound
+from spes_core.errors import ProtocolError, Refused, RoundFailed, SpesError, StaleRound
 from spes_core.protocol import frames
 from spes_core.protocol.door import Door, claimed
 from spes_core.protocol.frames import HEADER_BYTES, Kind
@@ -49,6 +49,9 @@ class UploadInProgress(Protocol):
 
     def cancel(self) -> None:
         """The stream has ended, well or not: release a thread that waits. Harmless after `finish`."""
+
+    def close(self) -> None:
+        """Nothing more comes from the thread that receives; what is stored stays."""
 
 
 class DownloadInProgress(Protocol):
@@ -124,6 +127,7 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             what = "a wrong join token" if hello.token else "no join token"
             raise _Unproven(self._door.refusal(f"{what}: it is not of this run ({who})"))
         welcome = self._core.join(hello)
+        self._door.end_streams(hello.node)
         self._sessions[hello.node] = welcome.session
         return to_bytes(welcome)
 
@@ -143,23 +147,29 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._prove(node, manifest.session, context)
         with self._door.only(node, "upload", context):
             upload = self._core.begin_upload(manifest)
-            if not context.add_callback(upload.cancel):
-                upload.cancel()
-                return
-            yield frames.pack(Kind.READY, to_bytes(upload.ready))
-            framing_bytes = HEADER_BYTES + len(first.payload) + HEADER_BYTES
+            try:
+                if context.add_callback(upload.cancel):
+                    yield frames.pack(Kind.READY, to_bytes(upload.ready))
+                    receipt = self._take_in(requests, upload, node, HEADER_BYTES + len(first.payload))
+                    yield frames.pack(Kind.RECEIPT, to_bytes(receipt))
+            finally:
+                upload.close()
+
+    def _take_in(self, requests: Iterator[bytes], upload: UploadInProgress, node: int, framing_bytes: int) -> Receipt:
+        """What a node sends after it was told where to go on."""
+        frame = self._next(requests, node)
+        framing_bytes += HEADER_BYTES
+        if frame.kind == Kind.RESTART:
+            upload.restart()
             frame = self._next(requests, node)
-            if frame.kind == Kind.RESTART:
-                upload.restart()
-                framing_bytes += HEADER_BYTES
-                frame = self._next(requests, node)
-            while frame.kind == Kind.CHUNK:
-                upload.add(frame.tensor, frame.offset, frame.payload)
-                framing_bytes += HEADER_BYTES
-                frame = self._next(requests, node)
-            if frame.kind != Kind.END:
-                raise self._core.refuse(node, f"a frame of kind {frame.kind.name} came inside an upload")
-            yield frames.pack(Kind.RECEIPT, to_bytes(upload.finish(framing_bytes)))
+            framing_bytes += HEADER_BYTES
+        while frame.kind == Kind.CHUNK:
+            upload.add(frame.tensor, frame.offset, frame.payload)
+            frame = self._next(requests, node)
+            framing_bytes += HEADER_BYTES
+        if frame.kind != Kind.END:
+            raise self._core.refuse(node, f"a frame of kind {frame.kind.name} came inside an upload")
+        return upload.finish(framing_bytes)
 
     def _download(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         first = self._first_frame(requests, Kind.REQUEST, context)
@@ -190,7 +200,7 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         def call(requests: Iterator[bytes], context: Any) -> bytes:
             try:
                 return method(requests, context)
-            except (ProtocolError, RoundFailed) as error:
+            except SpesError as error:
                 _abort(context, error)
 
         self._on_threads(call)
@@ -202,7 +212,7 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         def call(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
             try:
                 yield from method(requests, context)
-            except (ProtocolError, RoundFailed) as error:
+            except SpesError as error:
                 _abort(context, error)
 
         self._on_threads(call)
@@ -296,6 +306,7 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (_Unproven, grpc.StatusCode.UNAUTHENTICATED),
     (_UnknownSession, grpc.StatusCode.NOT_FOUND),
     (ProtocolError, grpc.StatusCode.FAILED_PRECONDITION),
+    (SpesError, grpc.StatusCode.INTERNAL),
 )
 
 

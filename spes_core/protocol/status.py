@@ -61,25 +61,22 @@ def lines(answer: Mapping[str, Any]) -> Iterator[str]:
     width = max(map(len, plain), default=0)
     for key, value in plain.items():
         yield f"{key:<{width}}  {_text(value)}"
-    for key, value in answer.items():
+    for value in answer.values():
         if rows := _rows(value):
             yield ""
-            yield from _table(key, rows)
+            yield from _table(rows)
 
 
-def _rows(value: Any) -> dict[str, Any]:
-    """``value`` as rows by name, where it is a mapping of mappings or a list of them; else nothing."""
-    if isinstance(value, list):
-        value = {str(index): item for index, item in enumerate(value)}
-    is_table = isinstance(value, dict) and value and all(isinstance(item, dict) for item in value.values())
-    return value if is_table else {}
+def _rows(value: Any) -> list[dict[str, Any]]:
+    """``value`` where it is a list of mappings; else nothing."""
+    is_table = isinstance(value, list) and value and all(isinstance(item, dict) for item in value)
+    return value if is_table else []
 
 
-def _table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    cells = [[name, *columns]]
-    cells += [[key, *(_text(row.get(column)) for column in columns)] for key, row in rows.items()]
-    widths = [max(len(row[at]) for row in cells) for at in range(len(columns) + 1)]
+def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    cells = [columns, *([_text(row.get(column)) for column in columns] for row in rows)]
+    widths = [max(len(row[at]) for row in cells) for at in range(len(columns))]
     for row in cells:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
