@@ -9,7 +9,7 @@ from spes_core.config import RunConfig
 from spes_core.errors import RoundFailed, Unencodable
 from spes_core.sync.aggregation import Aggregation, Inputs, Lengths, lengths
 from spes_core.sync.codec import Codec
-from spes_core.sync.global_state import GlobalState, groups_of
+from spes_core.sync.global_state import GlobalState, Group, groups_of
 from spes_core.sync.journal import Decision, ResultRecord
 from spes_core.sync.ledger import Ledger, Standing
 from spes_core.sync.members import Members
@@ -89,8 +89,7 @@ class Closing:
         forming = Aggregation(self._config, self._schema, self._state, self._codec, self._ledger.journal, inputs)
         try:
             for group in self.groups:
-                with self._monitor:
-                    self._wait_open(now, lambda last=group.tensors[-1]: self._have_passed(now, last))
+                self._wait_stored(now, group)
                 forming.form(group)
                 with self._monitor:
                     now.segments, now.groups_done = forming.segments, now.groups_done + 1
@@ -155,10 +154,12 @@ class Closing:
             safe = min(safe, self._saved_round)
         self._ledger.prune(safe)
 
-    def _have_passed(self, now: Round, tensor: int) -> bool:
-        """Whether everyone who takes part has stored all that belongs to tensors up to this one."""
+    def _wait_stored(self, now: Round, group: Group) -> None:
+        """Wait until everyone who takes part has sent all that belongs to a group."""
         assert now.decision is not None
-        return all(now.has_passed(node, tensor) for node in now.decision.nodes)
+        nodes, last = now.decision.nodes, group.tensors[-1]
+        with self._monitor:
+            self._wait_open(now, lambda: all(now.has_passed(node, last) for node in nodes))
 
     # Who takes part
 

@@ -390,12 +390,11 @@ class ParameterServer:
 
     def _manifest(self, now: Round, node: int) -> DownloadManifest:
         assert now.decision is not None
-        stepped = self._config.outer.kind != "none"
+        stepped, present, merged = self._config.outer.kind != "none", now.decision.nodes, now.is_merged
 
         def is_sent(name: str) -> bool:
-            return changes(
-                now.partition, now.decision.nodes, name, experts_changed=now.is_merged  # type: ignore[union-attr]
-            ) and downloads(now.partition, node, name, experts_changed=now.is_merged, all_changed=stepped)
+            is_changed = changes(now.partition, present, name, experts_changed=merged)
+            return is_changed and downloads(now.partition, node, name, experts_changed=merged, all_changed=stepped)
 
         return DownloadManifest(
             round=now.index,
@@ -436,5 +435,3 @@ class ParameterServer:
         due = self._ledger.rounds_closed
         self._monitor.record("stale", node=node, round=index, open_round=due)
         return StaleRound(f"round {index} is over without node {node}; the run is at round {due}: go on there")
-
-
