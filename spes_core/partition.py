@@ -71,9 +71,7 @@ def reassigned(partition: Partition, absent: Collection[int]) -> Partition:
     """
     if not absent:
         return partition
-    experts = {
-        node: set(owned) for node, owned in enumerate(partition.experts_by_node) if node not in absent
-    }
+    experts = {node: set(owned) for node, owned in enumerate(partition.experts_by_node) if node not in absent}
     assert experts
     for expert in range(partition.num_experts):
         if not any(expert in owned for owned in experts.values()):

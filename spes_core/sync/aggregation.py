@@ -219,7 +219,7 @@ class Aggregation:
             ]
             weights = [inputs.tokens[node] for node in present]
             scales = None if inputs.scales is None else [inputs.scales[node] for node in present]
-            combine(old, sent, weights, rule, scales, new, self._work)
+            combine(rule.rule, old, sent, weights, rule, scales, new, self._work)
         if self._steps_outer:
             momentum = None if self._state.momentum is None else self._state.momentum[block]
             moved = self._work[: new.size]

@@ -9,7 +9,7 @@ from spes_core.config import RunConfig
 from spes_core.errors import RoundFailed, Unencodable
 from spes_core.sync.aggregation import Aggregation, Inputs, Lengths, lengths
 from spes_core.sync.codec import Codec
-from spes_core.sync.global_state import GlobalState, groups_of
+from spes_core.sync.global_state import GlobalState, Group, groups_of
 from spes_core.sync.journal import Decision, ResultRecord
 from spes_core.sync.ledger import Ledger, Standing
 from spes_core.sync.members import Members
@@ -67,6 +67,10 @@ class Closing:
             except RoundFailed as error:
                 self._monitor.fail(str(error))
                 raise
+            except Exception as error:
+                # Whoever waits for this thread must not wait for ever.
+                self._monitor.fail(f"round {now.index} could not be closed: {error!r}")
+                raise
         self._wait_delivered()
 
     # Forming the weights of one round
@@ -89,8 +93,7 @@ class Closing:
         forming = Aggregation(self._config, self._schema, self._state, self._codec, self._ledger.journal, inputs)
         try:
             for group in self.groups:
-                with self._monitor:
-                    self._wait_open(now, lambda last=group.tensors[-1]: self._have_passed(now, last))
+                self._wait_stored(now, group)
                 forming.form(group)
                 with self._monitor:
                     now.segments, now.groups_done = forming.segments, now.groups_done + 1
@@ -155,10 +158,12 @@ class Closing:
             safe = min(safe, self._saved_round)
         self._ledger.prune(safe)
 
-    def _have_passed(self, now: Round, tensor: int) -> bool:
-        """Whether everyone who takes part has stored all that belongs to tensors up to this one."""
+    def _wait_stored(self, now: Round, group: Group) -> None:
+        """Wait until everyone who takes part has sent all that belongs to a group."""
         assert now.decision is not None
-        return all(now.has_passed(node, tensor) for node in now.decision.nodes)
+        nodes, last = now.decision.nodes, group.tensors[-1]
+        with self._monitor:
+            self._wait_open(now, lambda: all(now.has_passed(node, last) for node in nodes))
 
     # Who takes part
 
@@ -168,7 +173,9 @@ class Closing:
                 self._wait_open(now, lambda: self._may_decide(now))
                 taking_part = self._taking_part(now)
             else:
+                # Decided before a restart: those who had only begun their upload begin it again.
                 taking_part = now.decision.nodes
+                self._wait_open(now, lambda: now.begun.issuperset(taking_part))
         if now.decision is None:
             left_out = self._quarantined(now, taking_part)
             nodes = tuple(node for node in taking_part if node not in left_out)

@@ -8,6 +8,7 @@ from itertools import accumulate, groupby
 
 import numpy as np
 import torch
+import xxhash
 
 from spes_core.config import OuterConfig
 from spes_core.names import expert_tensor, parse_expert
@@ -79,6 +80,10 @@ class GlobalState:
     def span(self, group: Group) -> slice:
         """The positions of a group's values."""
         return slice(self.starts[group.tensors[0]], self.starts[group.tensors[-1] + 1])
+
+    def digest(self) -> str:
+        """XXH3-64 (hex) of all values in canonical order, little-endian."""
+        return xxhash.xxh3_64_hexdigest(self.values.data.cast("B"))
 
     def merge(self, layer: int, num_neighbours: int, alpha: float) -> None:
         """Merge the experts of one layer in place."""

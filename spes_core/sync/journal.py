@@ -196,11 +196,7 @@ class Journal:
 
     def result(self, round: int) -> ResultRecord | None:
         """The record of a closed round, or None."""
-        record = self._read(round, "result", ResultRecord)
-        if record is None:
-            return None
-        segments = tuple(Segment(*item) if item else None for item in record.segments)
-        return ResultRecord(**{**vars(record), "segments": segments})
+        return self._read(round, "result", ResultRecord)
 
     def prune(self, before: int) -> None:
         """Remove the rounds below ``before``."""
@@ -242,7 +238,12 @@ class Journal:
             values = json.loads((self.path(round) / f"{name}.json").read_text(encoding="utf-8"))
             if values.pop("run") != self._identity:
                 return None
-            return kind(**{key: tuple(item) if isinstance(item, list) else item for key, item in values.items()})
+            fields: dict[str, Any] = {
+                key: tuple(item) if isinstance(item, list) else item for key, item in values.items()
+            }
+            if "segments" in fields:
+                fields["segments"] = tuple(Segment(*item) if item else None for item in fields["segments"])
+            return kind(**fields)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 

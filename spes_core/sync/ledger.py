@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-
 from spes_core import schedules
 from spes_core.config import RunConfig
 from spes_core.sync.codec import Values
@@ -124,9 +123,7 @@ class Ledger:
     def _recalled(self, index: int, record: ResultRecord, decision: Decision) -> Round:
         previous_step, step = self.steps[index - 1] if index else 0, self.steps[index]
         alpha = schedules.due_merge_alpha(self._config.merge, previous_step, step)
-        now = Round(
-            index, step, alpha, self._members.partition(decision.absent_before), decision.absent_before
-        )
+        now = Round(index, step, alpha, self._members.partition(decision.absent_before), decision.absent_before)
         for node in range(self._config.nodes):
             if stored := self.journal.upload(index, node):
                 now.contributions[node] = Contribution(
@@ -137,7 +134,12 @@ class Ledger:
                     digest=stored.digest,
                     is_complete=True,
                 )
-        now.decision, now.segments, now.tokens, now.digest = decision, list(record.segments), record.tokens, record.digest
+        now.decision, now.segments, now.tokens, now.digest = (
+            decision,
+            list(record.segments),
+            record.tokens,
+            record.digest,
+        )
         now.aggregate_s, now.merge_s, now.closed_at_s = record.aggregate_s, record.merge_s, time.monotonic()
         now.last_upload_at_s, now.is_recorded = now.closed_at_s, True
         return now

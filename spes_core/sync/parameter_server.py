@@ -155,8 +155,7 @@ class ParameterServer:
                 return Upload(self, now, manifest, attempt, None)
             # An earlier, broken attempt lets go of the file first.
             self._monitor.wait(lambda: not part.is_writing, lambda: part.attempt != attempt)
-            if now.groups_done == 0:
-                part.tokens = manifest.tokens
+            part.tokens = manifest.tokens
             return Upload(self, now, manifest, attempt, self.journal.open_upload(now.index, node))
 
     def open_download(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> Download:
@@ -383,19 +382,17 @@ class ParameterServer:
             return f"its codec is {manifest.codec!r}; wire.dtype is {self.wire.name!r}"
         if manifest.tensors != self.trained_by(node, now.index):
             return "the announced tensors are not the ones that it trains"
-        is_used = part is not None and (part.is_complete or now.groups_done > 0)
-        if part is not None and is_used and part.tokens != manifest.tokens:
+        if part is not None and (part.is_complete or now.decision is not None) and part.tokens != manifest.tokens:
             return f"its new attempt at round {now.index} claims {manifest.tokens} tokens, the first one {part.tokens}"
         return None
 
     def _manifest(self, now: Round, node: int) -> DownloadManifest:
         assert now.decision is not None
-        stepped = self._config.outer.kind != "none"
+        stepped, present, merged = self._config.outer.kind != "none", now.decision.nodes, now.is_merged
 
         def is_sent(name: str) -> bool:
-            return changes(
-                now.partition, now.decision.nodes, name, experts_changed=now.is_merged  # type: ignore[union-attr]
-            ) and downloads(now.partition, node, name, experts_changed=now.is_merged, all_changed=stepped)
+            is_changed = changes(now.partition, present, name, experts_changed=merged)
+            return is_changed and downloads(now.partition, node, name, experts_changed=merged, all_changed=stepped)
 
         return DownloadManifest(
             round=now.index,
@@ -436,5 +433,3 @@ class ParameterServer:
         due = self._ledger.rounds_closed
         self._monitor.record("stale", node=node, round=index, open_round=due)
         return StaleRound(f"round {index} is over without node {node}; the run is at round {due}: go on there")
-
-

@@ -51,6 +51,11 @@ class Transfer:
         return position + self._offset
 
     @property
+    def next_tensor(self) -> int:
+        """Every announced tensor with an index below this one is whole."""
+        return self._tensors[-1] + 1 if self.is_complete else self._tensors[self._at]
+
+    @property
     def is_complete(self) -> bool:
         """Whether every announced byte has come."""
         return self._at == len(self._tensors)

@@ -40,6 +40,7 @@ class Upload:
             whole = self._transfer.skip(file.size_bytes)
             if whole != file.size_bytes:
                 file.cut(whole)
+            self.contribution.next_tensor = self._transfer.next_tensor
             self.ready = UploadReady(offset_bytes=whole, prefix_digest=file.digest, is_complete=False)
 
     def restart(self) -> None:
@@ -65,22 +66,23 @@ class Upload:
         """
         began_s = time.perf_counter()
         try:
-            is_last = self._transfer.accept(tensor, offset, len(payload))
+            self._transfer.accept(tensor, offset, len(payload))
         except ProtocolError as error:
             raise self._server.refuse(self.node, str(error)) from error
         self._check_values(tensor, payload)
-        part = self.contribution
+        part, next_tensor = self.contribution, self.contribution.next_tensor
         assert self._file is not None
         self._server.begin_chunk(self)
         try:
             self._file.append(payload)
+            next_tensor = self._transfer.next_tensor
         except OSError as error:
             reason = self._server.journal.failed(error)
             self._server.fail(str(reason))
             raise reason from error
         finally:
             part.store_s += time.perf_counter() - began_s
-            self._server.end_chunk(self, tensor + 1 if is_last else part.next_tensor)
+            self._server.end_chunk(self, next_tensor)
 
     def finish(self, framing_bytes: int = 0) -> Receipt:
         """The node says that everything has been sent."""
