@@ -174,6 +174,16 @@ def test_a_value_that_no_codec_can_send_is_refused(name: str, bad: float, size: 
 
 
 @pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_is_taken_stays_finite_up_to_its_largest_magnitude(name: str, sign: int) -> None:
+    codec, largest = make_codec(name), np.full(130, sign * 2.0**127, dtype=np.float32)
+    decoded = codec.decode(codec.encode(largest), np.empty_like(largest))
+    assert np.abs(decoded / largest - 1).max() <= 2**-7
+    with pytest.raises(Unencodable):
+        codec.encode(np.nextafter(largest, np.float32(sign * np.inf)))
+
+
+@pytest.mark.parametrize("name", LOSSY)
 def test_a_change_that_overflows_is_refused(name: str) -> None:
     largest = np.full(3, np.finfo(np.float32).max)
     with pytest.raises(Unencodable):

@@ -64,6 +64,12 @@ def test_its_verdict_names_what_sends_least_within_the_tolerance(study: Path) ->
     assert text[1] == "The fewest bytes whose upper bound stays within 2 % are those of spes at wire dtype = int8."
 
 
+def test_with_one_seed_the_points_decide(tmp_path: Path) -> None:
+    text = [plain(sentence) for sentence in verdict(analyse(read(codec_study(tmp_path / "one", seeds=(0,)))))]
+    assert text[0].startswith("At wire dtype = int8, spes lost")
+    assert text[1] == "The fewest bytes whose loss stays within 2 % are those of spes at wire dtype = int8."
+
+
 def test_without_any_point_within_the_tolerance_it_says_so(study: Path) -> None:
     content = json.loads((study / "study.json").read_text())
     content["report"]["tolerance"] = 0.0

@@ -96,15 +96,18 @@ def best(evidence: Evidence, comparisons: Sequence[Comparison], series: Series) 
 
 
 def frugal(evidence: Evidence, comparisons: Sequence[Comparison], series: Series) -> Comparison | None:
-    """The comparison of ``series`` that sent the fewest bytes of those within the tolerance; None without any."""
+    """The comparison of ``series`` that sent the fewest bytes of those within the tolerance; None without any.
+
+    As for a sweet spot, points alone decide only where none has an interval.
+    """
+    own = [comparison for comparison in comparisons if comparison.cell.series == series]
+    wanted = "within" if any(comparison.n > 1 for comparison in own) else "point within"
     sent = {
         index: bytes_gb
-        for index, c in enumerate(comparisons)
-        if c.cell.series == series
-        and c.verdict == "within"
-        and (bytes_gb := cell_mean(c.cell, "comm/uplink_gb")) is not None
+        for index, comparison in enumerate(own)
+        if comparison.verdict == wanted and (bytes_gb := cell_mean(comparison.cell, "comm/uplink_gb")) is not None
     }
-    return comparisons[min(sent, key=lambda index: sent[index])] if sent else None
+    return own[min(sent, key=lambda index: sent[index])] if sent else None
 
 
 def cell_mean(cell: Cell | None, metric: str) -> float | None:
