@@ -123,6 +123,7 @@ def test_a_transfer_goes_on_after_the_whole_blocks_that_are_stored(
     start = 0
     for tensor, size in enumerate(sizes):
         if start + size > whole:
+            assert max(whole - start, 0) % wire.block_bytes == 0
             for offset, length in wire.chunks(size, wire.block_bytes * chunk_blocks, start=max(whole - start, 0)):
                 transfer.accept(tensor, offset, length)
         start += size
