@@ -86,6 +86,7 @@ def test_the_page_shows_codecs_as_words_and_their_bytes(study: Path) -> None:
     assert sent[1] > sent[2] > sent[3]
     pareto = next(label for label in page.labels if label.startswith("Validation loss against uplink"))
     assert "spes: " in pareto
+    assert "Words: wire dtype. Dashed: the reference +2 % (tolerance)." in plain(page.text)
 
 
 def test_rounds_with_absent_nodes_are_not_called_wrong(study: Path) -> None:

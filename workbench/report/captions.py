@@ -87,6 +87,8 @@ def pareto(evidence: Evidence) -> str:
     labels = f" {what}: {symbol}." if evidence.x_values else ""
     better = "Lower left" if evidence.smaller_is_better else "Upper left"
     edge = f" Dashed: {tolerance_line(evidence)}." if reference_level(evidence) is not None else ""
+    if edge and len(evidence.seeds) > 1:
+        edge += " A seed moves all arms alike: the differences within seeds, under *Result*, decide."
     return f"{better} is better.{labels}{edge} {sample(evidence)} The horizontal axis is logarithmic."
 
 
