@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "partition",
             "rules",
             "schedules",
+            "wireformat",
             "events",
             "filedigest",
             "processlife",
@@ -133,6 +134,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "structure",
         "data",
         "processlife",
+        "runfile",
         "snapshots",
     }
     spawner = ROOT / "workbench/launch/spawner.py"  # imports the engine to fork from it; trains nothing itself

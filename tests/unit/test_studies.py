@@ -17,7 +17,7 @@ FILES = sorted(STUDIES.glob("*.yaml"))
 
 
 def test_studies_ship() -> None:
-    assert {"quickstart", "sync_interval"} <= {path.stem for path in FILES}
+    assert {"quickstart", "sync_interval", "wire_codecs"} <= {path.stem for path in FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -73,3 +73,13 @@ def test_example_in_the_readme_plans(tmp_path: Path) -> None:
         "spes-interval_steps=10-seed=0",
         "spes-interval_steps=100-seed=0",
     ]
+
+
+def test_codecs_are_compared_at_equal_rounds_and_halve_the_bytes_each_time() -> None:
+    variants = expand(read_study(STUDIES / "wire_codecs.yaml"))
+    costs = {variant.config.wire.dtype: predict(variant.config) for variant in variants}
+    assert list(costs) == ["float32", "bfloat16", "int8", "int4"]
+    assert len({(cost.steps, cost.rounds, cost.merges) for cost in costs.values()}) == 1
+    sent = [cost.uplink_gb for cost in costs.values()]
+    assert sent[1] == sent[0] / 2
+    assert 0.25 <= sent[2] / sent[0] <= 0.26 and 0.125 <= sent[3] / sent[0] <= 0.13
