@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from spes_core.config import AggregateConfig
+from spes_core.config import AggregateConfig, from_dict
+from spes_core.errors import ConfigError
 from spes_core.sync.aggregate import make_scratch
 from spes_core.sync.robust import UpdateLength, _comparators, clip_scales, combine, needs_lengths, quarantined
 
@@ -141,3 +142,28 @@ def test_the_comparators_sort_every_row_of_zeros_and_ones(count: int) -> None:
             if row[low] > row[high]:
                 row[low], row[high] = row[high], row[low]
         assert row == sorted(bits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({"rule": "trimmed", "trim_fraction": 0.24}, "aggregate.trim_fraction"),
+        ({"quarantine_factor": 0.9}, "aggregate.quarantine_factor"),
+    ],
+)
+def test_a_rule_that_would_do_nothing_or_the_opposite_is_refused(settings: dict[str, object], path: str) -> None:
+    with pytest.raises(ConfigError, match=path):
+        from_dict({"nodes": 4, "aggregate": settings})
+
+
+def test_two_nodes_have_no_outlier() -> None:
+    with pytest.raises(ConfigError, match=r"quarantine_factor.*at least 3 nodes"):
+        from_dict({"nodes": 2, "aggregate": {"quarantine_factor": 3.0}})
+
+
+@pytest.mark.parametrize("nodes", range(3, 41))
+def test_a_trim_fraction_of_one_node_is_allowed_and_cuts_one(nodes: int) -> None:
+    batch = {"data": {"global_batch_sequences": 4 * nodes}}
+    config = from_dict({"nodes": nodes, "aggregate": {"rule": "trimmed", "trim_fraction": 1 / nodes}, **batch})
+    values = [0.0] * (nodes - 1) + [1000.0]
+    assert combined("trimmed", values, trim_fraction=config.aggregate.trim_fraction) == 0.0
