@@ -20,8 +20,9 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from spes_core.config import ModelConfig, to_dict
+from spes_core.config import ModelConfig, digest, to_dict
 from spes_core.errors import DataError
+from spes_core.runfile import RunFile
 from spes_core.structure import build
 
 VALUES_DIGEST = "values_xxh3"
@@ -56,6 +57,17 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     """`write_weights` of tensors that are all at hand, each in its own dtype."""
     forms = {name: TensorForm(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     write_weights(path, forms, tensors.items(), metadata)
+
+
+def save_final(run: RunFile, trial_dir: Path, tensors: Mapping[str, Tensor], name: str) -> None:
+    """Keep the trained weights of a trial, with what they are and where they come from."""
+    config = run.config
+    origin = {
+        "trial": run.trial,
+        "config_digest": digest(config),
+        "tokens": str(config.total_steps * config.tokens_per_step),
+    }
+    save_weights(trial_dir / "weights" / name, tensors, origin | model_metadata(config.model))
 
 
 def write_weights(

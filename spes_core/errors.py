@@ -10,6 +10,7 @@
     │       └── StaleRound           the round is over: the node must go on from the newest one
     ├── Unreachable                  the server cannot be reached, or went away
     ├── Diverged                     the loss is no longer finite
+    ├── Unencodable (ValueError)     a tensor's change is NaN, infinite or too large to travel
     └── RoundFailed                  a round could not be completed; names the nodes that were missing
 """
 
@@ -69,6 +70,10 @@ class Unreachable(SpesError):
 
 class Diverged(SpesError):
     """The loss is no longer a finite number."""
+
+
+class Unencodable(SpesError, ValueError):
+    """Values that no codec can send: NaN, infinite or huge."""
 
 
 class RoundFailed(SpesError):

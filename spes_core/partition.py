@@ -7,6 +7,7 @@ full one is DiLiCo (FedAvg), and one node is plain training.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +29,7 @@ class Partition:
         return len(self.experts_by_node)
 
     def owners(self, expert: int) -> tuple[int, ...]:
-        """The nodes that train one expert, ascending; never empty."""
+        """The nodes that train one expert, ascending; never empty in the partition that a run begins with."""
         return tuple(node for node, experts in enumerate(self.experts_by_node) if expert in experts)
 
     def trainers(self, name: str) -> tuple[int, ...]:
@@ -42,8 +43,18 @@ class Partition:
         return expert is None or expert in self.experts_by_node[node]
 
 
+def changes(partition: Partition, present: Collection[int], name: str, *, experts_changed: bool) -> bool:
+    """Whether a round changes the tensor called ``name`` when the nodes ``present`` take part in it.
+
+    What nobody trained keeps its value, unless ``experts_changed`` says that experts were merged.
+    """
+    if experts_changed and expert_of(name) is not None:
+        return True
+    return any(node in present for node in partition.trainers(name))
+
+
 def downloads(partition: Partition, node: int, name: str, *, experts_changed: bool, all_changed: bool) -> bool:
-    """Whether ``node`` must be sent the tensor called ``name`` when a round closes.
+    """Whether ``node`` must be sent the tensor called ``name`` when a round changes it.
 
     A node already holds the new global value of a tensor that it alone trained, unless the server changed it after
     the mean: ``experts_changed`` says that experts were merged, ``all_changed`` that an outer optimizer stepped. The
@@ -52,6 +63,21 @@ def downloads(partition: Partition, node: int, name: str, *, experts_changed: bo
     if all_changed or partition.trainers(name) != (node,):
         return True
     return experts_changed and expert_of(name) is not None
+
+
+def reassigned(partition: Partition, absent: Collection[int]) -> Partition:
+    """``partition`` while the nodes ``absent`` train nothing: experts that would have no owner go, one after another,
+    to the present node that then has the fewest (the lowest of several). Somebody must be present.
+    """
+    if not absent:
+        return partition
+    experts = {node: set(owned) for node, owned in enumerate(partition.experts_by_node) if node not in absent}
+    assert experts
+    for expert in range(partition.num_experts):
+        if not any(expert in owned for owned in experts.values()):
+            experts[min(experts, key=lambda node: (len(experts[node]), node))].add(expert)
+    runs = (tuple(sorted(experts.get(node, ()))) for node in range(partition.num_nodes))
+    return Partition(partition.num_experts, tuple(runs))
 
 
 def sparse(num_experts: int, num_nodes: int) -> Partition:

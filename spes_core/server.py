@@ -1,9 +1,9 @@
 """The parameter server process: `python -m spes_core.server RUN.json`.
 
-Writes its address and process id to server.address and its events to events/server.jsonl, both beside RUN.json, and
-goes on from the newest checkpoint that all processes of the run have there (spes_core.snapshots). Ends with 0 when
-every round is closed and delivered, 1 when a round fails, when SIGTERM stops it before that or a checkpoint is
-damaged, 2 when it cannot start.
+Writes its address and process id to server.address, its events to events/server.jsonl, what nodes upload to rounds/
+and the final weights to weights/final.safetensors, all beside RUN.json. Started again, it goes on from its newest
+checkpoint and the uploads stored since. Ends with 0 when every round is closed and delivered, 1 when a round fails,
+when SIGTERM stops it before that or a checkpoint is damaged, 2 when it cannot start.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from spes_core import snapshots
 from spes_core.address import ADDRESS_FILE
+from spes_core.checkpoint import save_final
 from spes_core.config import RunConfig
 from spes_core.errors import ConfigError, DataError, Problem, RoundFailed
 from spes_core.events import EventWriter
@@ -38,8 +39,9 @@ from spes_core.runfile import RunFile
 from spes_core.schedules import checkpoint_steps, merge_steps, round_steps
 from spes_core.sync.codec import Values
 from spes_core.sync.global_state import GlobalState
-from spes_core.sync.messages import schema_of
-from spes_core.sync.parameter_server import FRESH, ParameterServer, Standing
+from spes_core.sync.ledger import FRESH, Standing
+from spes_core.sync.messages import Schema, schema_of
+from spes_core.sync.parameter_server import ParameterServer
 from spes_core.tensorfile import read_tensors, write_tensors
 
 _PARTICIPANT = "server"
@@ -75,20 +77,21 @@ def serve(run: RunFile, folder: Path) -> None:
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
     server = grpc.server(ThreadPoolExecutor(_num_threads(run.config)), options=channel.OPTIONS)
     port = bind(server, run.server_address)
-    standing, first_value, events_bytes = _take_up(run.config, folder)
-    events = EventWriter(folder / "events" / "server.jsonl", events_bytes)
+    standing, first_value = _take_up(run.config, folder)
+    events = EventWriter(folder / "events" / "server.jsonl")
     events.write("start", pid=os.getpid())
     if standing.step:
         events.write("resume", step=standing.step, round=standing.round)
     schema, due = schema_of(tensor_shapes(run.config.model)), checkpoint_steps(run.config)
-    core = ParameterServer(run.config, schema, first_value, events.write, standing, due)
+    core = ParameterServer(run.config, schema, first_value, events.write, folder / "rounds", standing, due)
     with _StopSignal(core):
         try:
             _start(server, core, run.config)
             address = f"{run.server_address.rpartition(':')[0]}:{port}"
             _write_atomically(folder / ADDRESS_FILE, f"{address}\n{os.getpid()}\n")
             events.write("listening", address=address)
-            core.wait_finished(lambda standing: _store(run.config, folder, core.state, standing, events.size_bytes))
+            core.run(lambda standing: _store(run.config, folder, core.state, standing))
+            _save_final(run, folder, schema, core.state)
         finally:
             server.stop(_FAREWELL_S).wait()
             rounds = core.rounds_closed
@@ -150,10 +153,11 @@ def _initial(config: RunConfig) -> Callable[[str], Values]:
     return flat
 
 
-def _take_up(config: RunConfig, folder: Path) -> tuple[Standing, Callable[[str], Values], int]:
-    """Where the run stands, the value of each tensor by name, and the size of the event file then."""
-    if not (step := snapshots.resume_step(config, folder, _PARTICIPANT)):
-        return FRESH, _initial(config), 0
+def _take_up(config: RunConfig, folder: Path) -> tuple[Standing, Callable[[str], Values]]:
+    """Where the run stands, and the value of each tensor by name."""
+    step = max(snapshots.stored_steps(config, folder, _PARTICIPANT), default=0)
+    if not step:
+        return FRESH, _initial(config)
     manifest, path = snapshots.load(folder, _PARTICIPANT, step)
     stored = dict(read_tensors(path))
     schema = tensor_shapes(config.model)
@@ -164,24 +168,44 @@ def _take_up(config: RunConfig, folder: Path) -> tuple[Standing, Callable[[str],
     def of_tensor(name: str) -> Values:
         return values[start_of[name] : start_of[name] + prod(schema[name])]
 
-    momentum: Values | None = stored["momentum"].clone().numpy() if "momentum" in stored else None
-    standing = Standing(round=manifest.round, step=step, tokens=manifest.values["tokens"], momentum=momentum)
-    return standing, of_tensor, manifest.events_bytes
-
-
-def _store(config: RunConfig, folder: Path, state: GlobalState, standing: Standing, events_bytes: int) -> None:
-    """Store the global weights and the outer momentum; both stay as they are meanwhile."""
-    arrays = {"values": state.values} | ({} if standing.momentum is None else {"momentum": standing.momentum})
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    snapshots.store(
-        config,
-        snapshots.folder_of(folder, _PARTICIPANT),
-        lambda path: write_tensors(path, tensors),
-        step=standing.step,
-        round=standing.round,
-        events_bytes=events_bytes,
-        values={"tokens": standing.tokens},
+    kept: dict[str, Values] = {
+        name: stored[name].clone().numpy() for name in ("momentum", "residual") if name in stored
+    }
+    standing = Standing(
+        round=manifest.round,
+        step=step,
+        tokens=manifest.values["tokens"],
+        absences=tuple(manifest.values["absences"]),
+        **kept,
     )
+    return standing, of_tensor
+
+
+def _store(config: RunConfig, folder: Path, state: GlobalState, standing: Standing) -> None:
+    """Store the global weights and what goes with them; all stay as they are meanwhile."""
+    arrays = {"values": state.values, "momentum": standing.momentum, "residual": standing.residual}
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
+    try:
+        snapshots.store(
+            config,
+            snapshots.folder_of(folder, _PARTICIPANT),
+            lambda path: write_tensors(path, tensors),
+            step=standing.step,
+            round=standing.round,
+            events_bytes=0,
+            values={"tokens": standing.tokens, "absences": standing.absences},
+        )
+    except OSError as error:
+        raise RoundFailed(
+            f"the checkpoint after step {standing.step} cannot be stored under {folder}: {error.strerror or error};"
+            " mend that (free space, write permission) and start all processes again: they go on from what is stored"
+        ) from error
+
+
+def _save_final(run: RunFile, folder: Path, schema: Schema, state: GlobalState) -> None:
+    """Keep the global weights of the end of the run."""
+    tensors = {spec.name: torch.from_numpy(state.tensor(index)).view(spec.shape) for index, spec in enumerate(schema)}
+    save_final(run, folder, tensors, "final.safetensors")
 
 
 def _is_loopback(host: str) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -29,6 +31,7 @@ from spes_core.model.counting import tensor_shapes
 from spes_core.protocol import channel
 from spes_core.protocol.servicer import SyncServicer
 from spes_core.sync.client import Client
+from spes_core.sync.ledger import FRESH, Standing
 from spes_core.sync.messages import Schema, schema_of
 from spes_core.sync.parameter_server import ParameterServer
 from spes_core.train.exchange import Exchange, RoundReport
@@ -113,12 +116,42 @@ class Recorder:
 
 
 def make_server(
-    config: RunConfig, recorder: Recorder | None = None, checkpoint_steps: Collection[int] = ()
+    config: RunConfig,
+    recorder: Recorder | None = None,
+    checkpoint_steps: Collection[int] = (),
+    folder: Path | None = None,
+    standing: Standing = FRESH,
+    initial: Callable[[str], np.ndarray] | None = None,
 ) -> ParameterServer:
-    """A server core for the run."""
-    on_event = recorder or Recorder()
-    schema, values = small_schema(config), initial_values(config)
-    return ParameterServer(config, schema, values, on_event, checkpoint_steps=checkpoint_steps)
+    """A server core for the run, which keeps its rounds in ``folder`` or in a folder that ends with it."""
+    temporary = None if folder else tempfile.TemporaryDirectory()
+    server = ParameterServer(
+        config,
+        small_schema(config),
+        initial or initial_values(config),
+        recorder or Recorder(),
+        folder or Path(temporary.name),  # type: ignore[union-attr]
+        standing,
+        checkpoint_steps,
+    )
+    server.temporary = temporary  # type: ignore[attr-defined]
+    return server
+
+
+@contextmanager
+def running(server: ParameterServer, save: Callable[[Standing], None] = lambda standing: None) -> Iterator[list[Any]]:
+    """A thread in `ParameterServer.run`; what ended it appears in the list, at the latest when the block is left.
+
+    A run that has not come to its end then is stopped.
+    """
+    thread, outcome = in_thread(lambda: server.run(save))
+    try:
+        yield outcome
+    finally:
+        if not server.is_finished:
+            server.fail("the test is over")
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 @contextmanager

@@ -42,16 +42,14 @@ def add_to_mean(mean: Values, values: Values, weight: int, weight_before: int, s
         np.add(mean[part], difference, out=mean[part])
 
 
-def are_usable(values: Values, scratch: Values) -> bool:
+def are_usable(values: Values) -> bool:
     """Whether no value is NaN, infinite or above `LARGEST` in magnitude."""
-    flags = np.empty(min(values.size, BLOCK_ELEMENTS), dtype=np.bool_)
-    for part in _blocks(values.size):
-        size = part.stop - part.start
-        magnitude = np.abs(values[part], out=scratch[:size])
-        # A comparison with NaN is false.
-        if not np.less_equal(magnitude, LARGEST, out=flags[:size]).all():
-            return False
-    return True
+    # A NaN passes through min and max, and a comparison with it is false.
+    with np.errstate(invalid="ignore"):
+        return all(
+            bool(values[part].max() <= LARGEST) and bool(values[part].min() >= -LARGEST)
+            for part in _blocks(values.size)
+        )
 
 
 def outer_step(values: Values, mean: Values, momentum: Values | None, outer: OuterConfig) -> None:

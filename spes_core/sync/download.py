@@ -1,11 +1,12 @@
-"""What one node lacks of a closed round, while it is being sent."""
+"""What one node lacks of a round, or all of the global weights, while it is being sent: read from the round's files."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from spes_core.partition import downloads
-from spes_core.sync.messages import DownloadManifest
+from spes_core.sync.journal import RoundReader, Segment
+from spes_core.sync.messages import DownloadManifest, RoundSummary
 from spes_core.sync.round import Round
 
 if TYPE_CHECKING:
@@ -13,33 +14,55 @@ if TYPE_CHECKING:
 
 
 class Download:
-    """Manifest and data; the global weights stay as they are until every node has confirmed."""
+    """Manifest, chunks, summary. Used by one thread."""
 
-    def __init__(self, server: ParameterServer, now: Round, node: int, tokens: int, *, all_changed: bool) -> None:
-        self._server, self.round, self.node = server, now, node
+    def __init__(
+        self,
+        server: ParameterServer,
+        now: Round,
+        node: int,
+        manifest: DownloadManifest,
+        is_cancelled: Callable[[], bool],
+        snapshot: Sequence[Segment] | None = None,
+    ) -> None:
+        """``snapshot`` gives the place of every tensor, where not the round's result is sent but all weights are."""
+        self._server, self.round, self.node, self.manifest = server, now, node, manifest
+        self.is_cancelled, self._snapshot = is_cancelled, snapshot
         self.payload_bytes = 0
-        self.manifest = DownloadManifest(
-            round=now.index,
-            step=now.step,
-            tokens=tokens,
-            codec=server.codec.format.name,
-            tensors=tuple(
-                index
-                for index, spec in enumerate(server.schema)
-                if downloads(server.partition, node, spec.name, experts_changed=now.is_merged, all_changed=all_changed)
-            ),
-            merged=now.is_merged,
-            aggregate_s=now.adopt_s,
-            merge_s=now.merge_s,
-            digest=now.digest,
-        )
 
-    def payload(self, tensor: int) -> memoryview:
-        """The encoded tensor: memory of the server, not to be changed."""
-        payload = self._server.codec.encode(self._server.state.tensor(tensor))
-        self.payload_bytes += len(payload)
-        return payload
+    @property
+    def is_snapshot(self) -> bool:
+        """Whether this sends all weights."""
+        return self._snapshot is not None
+
+    def chunks(self, chunk_bytes: int) -> Iterator[tuple[int, int, memoryview]]:
+        """(tensor, offset, payload) of each chunk, as soon as it is ready; a payload is valid until the next one."""
+        wire = self._server.exact_wire if self.is_snapshot else self._server.wire
+        reader = RoundReader(self._server.journal.path(self.round.index))
+        buffer = memoryview(bytearray(max(chunk_bytes, wire.block_bytes)))
+        try:
+            for tensor in self.manifest.tensors:
+                segment = self._segment(tensor)
+                for offset, length in wire.chunks(segment.length, chunk_bytes):
+                    payload = buffer[:length]
+                    reader.read_into(segment.file, segment.offset + offset, payload)
+                    self.payload_bytes += length
+                    yield tensor, offset, payload
+                self._server.heard_of(self.node)
+        finally:
+            reader.close()
+
+    def summary(self) -> RoundSummary:
+        """How the round went; waits for its close."""
+        return self._server.summarise(self)
 
     def delivered(self, framing_bytes: int = 0) -> None:
         """The node has confirmed that it applied everything."""
         self._server.complete_download(self, framing_bytes)
+
+    def _segment(self, tensor: int) -> Segment:
+        if self._snapshot is not None:
+            return self._snapshot[tensor]
+        segment = self._server.wait_for_tensor(self.round, tensor, self.is_cancelled)
+        assert segment is not None, "a tensor was announced that the round does not change"
+        return segment

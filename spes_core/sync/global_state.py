@@ -3,73 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 
 from spes_core.config import OuterConfig
 from spes_core.names import expert_tensor, parse_expert
-from spes_core.sync.aggregate import outer_step
 from spes_core.sync.codec import Values
 from spes_core.sync.merge import merge_layer
 from spes_core.sync.messages import Schema
 
 
-class GlobalState:
-    """All tensors of the global model end to end in canonical order, and the mean that is being formed.
+@dataclass(frozen=True)
+class Group:
+    """Tensors whose new values are formed together: one shared tensor, or all experts of one layer."""
 
-    ``values`` are the global weights, ``mean`` takes the running mean of the open round. Without an outer optimizer
-    they are the same memory: a tensor's old value is not needed once its first new one arrives.
+    tensors: tuple[int, ...]
+    """Indices into the schema, consecutive."""
+    layer: int | None
+    """The layer whose experts these are; None for a shared tensor."""
+
+
+def groups_of(schema: Schema) -> tuple[Group, ...]:
+    """The groups of a schema in canonical order."""
+
+    def key(index: int) -> tuple[bool, int]:
+        parsed = parse_expert(schema[index].name)
+        return (False, index) if parsed is None else (True, parsed[0])
+
+    return tuple(
+        Group(tuple(indices), layer if is_experts else None)
+        for (is_experts, layer), indices in groupby(range(len(schema)), key)
+    )
+
+
+class GlobalState:
+    """All tensors of the global model end to end in canonical order, with what the server keeps from round to round.
+
+    Memory: the values; as much again for the outer optimizer's velocity, if it has one, and for what a codec with
+    error feedback has not yet told (in pages that were ever written).
     """
 
     def __init__(
-        self, schema: Schema, outer: OuterConfig, initial: Callable[[str], Values], momentum: Values | None = None
+        self,
+        schema: Schema,
+        outer: OuterConfig,
+        initial: Callable[[str], Values],
+        *,
+        has_residual: bool = False,
+        momentum: Values | None = None,
+        residual: Values | None = None,
     ) -> None:
-        """``initial(name)`` gives the flat initial value of a tensor; a resumed run also gives its ``momentum``."""
-        self._schema, self._outer = schema, outer
+        """``initial(name)`` gives the flat initial value of a tensor; a resumed run also gives what it stored."""
+        self._schema = schema
         self.starts = tuple(accumulate((spec.num_elements for spec in schema), initial=0))
         """Position of each tensor's first value; one more entry for the end."""
         self.values = np.empty(self.starts[-1], dtype=np.float32)
         for index, spec in enumerate(schema):
             self.tensor(index)[:] = initial(spec.name)
-        # Written once now, so that no round pays for the page faults.
-        self.mean = self.values if outer.kind == "none" else self.values.copy()
         self.momentum: Values | None = None
         """Velocity of the outer optimizer, like ``values``; None when it has none."""
         if outer.kind == "nesterov":
             self.momentum = np.zeros_like(self.values) if momentum is None else momentum
+        self.residual: Values | None = None
+        """What the published values lack of the true ones; None when the codec keeps nothing back."""
+        if has_residual:
+            self.residual = np.zeros(self.starts[-1], dtype=np.float32) if residual is None else residual
 
     def tensor(self, index: int) -> Values:
         """The global value of one tensor, flat, as a view."""
         return self.values[self.starts[index] : self.starts[index + 1]]
 
-    def adopt_mean(self) -> None:
-        """Turn the complete mean into the new global weights, through the outer optimizer when there is one."""
-        if self._outer.kind != "none":
-            outer_step(self.values, self.mean, self.momentum, self._outer)
-
-    def merge(self, num_neighbours: int, alpha: float) -> None:
-        """Merge the experts of every layer in place."""
-        flat = torch.from_numpy(self.values)
-        for layer, num_experts in sorted(self._experts_by_layer().items()):
-            banks = [self._bank(flat, layer, num_experts, matrix) for matrix in ("gate_up", "down")]
-            merge_layer(banks[0], banks[1], num_neighbours, alpha)
+    def span(self, group: Group) -> slice:
+        """The positions of a group's values."""
+        return slice(self.starts[group.tensors[0]], self.starts[group.tensors[-1] + 1])
 
     def digest(self) -> str:
         """XXH3-64 (hex) of all values in canonical order, little-endian."""
         return xxhash.xxh3_64_hexdigest(self.values.data.cast("B"))
 
-    def _experts_by_layer(self) -> dict[int, int]:
-        counts: dict[int, int] = {}
-        for spec in self._schema:
-            if (parsed := parse_expert(spec.name)) and parsed[2] == "down":
-                counts[parsed[0]] = counts.get(parsed[0], 0) + 1
-        return counts
+    def merge(self, layer: int, num_neighbours: int, alpha: float) -> None:
+        """Merge the experts of one layer in place."""
+        flat = torch.from_numpy(self.values)
+        num_experts = sum(
+            parsed[0] == layer and parsed[2] == "down"
+            for spec in self._schema
+            if (parsed := parse_expert(spec.name)) is not None
+        )
+        banks = [self._bank(flat, layer, num_experts, matrix) for matrix in ("gate_up", "down")]
+        merge_layer(banks[0], banks[1], num_neighbours, alpha)
 
-    def _bank(self, flat: Tensor, layer: int, num_experts: int, matrix: str) -> Tensor:
+    def _bank(self, flat: torch.Tensor, layer: int, num_experts: int, matrix: str) -> torch.Tensor:
         """One matrix of all experts of a layer as (E, P): a strided view, for experts lie at equal distances."""
         index_of = {spec.name: index for index, spec in enumerate(self._schema)}
         indices = [index_of[expert_tensor(layer, expert, matrix)] for expert in range(num_experts)]

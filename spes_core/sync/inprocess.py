@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 
+import xxhash
+
+from spes_core.errors import Unreachable
 from spes_core.sync.client import DownloadReport, PayloadOf, Sink, UploadReport
-from spes_core.sync.messages import DownloadRequest, Hello, UploadManifest, Welcome
+from spes_core.sync.messages import DownloadRequest, Heartbeat, HeartbeatReply, Hello, UploadManifest, Welcome
 from spes_core.sync.parameter_server import ParameterServer
 
 
 class LocalClient:
     """Gives the same bits as `spes_core.protocol.client.SyncClient`, with no framing and no transfer time."""
 
-    def __init__(self, server: ParameterServer) -> None:
-        self._server = server
+    def __init__(self, server: ParameterServer, chunk_bytes: int = 1 << 20) -> None:
+        self._server, self._chunk_bytes = server, chunk_bytes
         self._node = -1
         self._session = b""
+        self._is_aborted = False
 
     def join(self, hello: Hello) -> Welcome:
         """See `spes_core.sync.client.Client`."""
@@ -24,7 +28,14 @@ class LocalClient:
         return welcome
 
     def upload(
-        self, *, round: int, step: int, tokens: int, tensors: tuple[int, ...], payload_of: PayloadOf
+        self,
+        *,
+        round: int,
+        step: int,
+        tokens: int,
+        tensors: tuple[int, ...],
+        payload_of: PayloadOf,
+        safe_round: int = 0,
     ) -> UploadReport:
         """See `spes_core.sync.client.Client`."""
         began_s = time.perf_counter()
@@ -36,37 +47,69 @@ class LocalClient:
             tokens=tokens,
             codec=self._server.wire.name,
             tensors=tensors,
+            safe_round=safe_round,
         )
         upload = self._server.begin_upload(manifest)
-        for tensor in tensors:
-            upload.add(tensor, 0, payload_of(tensor))
-        receipt = upload.finish()
+        try:
+            whole = xxhash.xxh3_64()
+            if not upload.ready.is_complete:
+                upload.restart()
+            for tensor in tensors:
+                payload = payload_of(tensor)
+                whole.update(payload)
+                if not upload.ready.is_complete:
+                    for offset, length in self._server.wire.chunks(len(payload), self._chunk_bytes):
+                        upload.add(tensor, offset, payload[offset : offset + length])
+            if upload.ready.is_complete and upload.ready.prefix_digest != whole.hexdigest():
+                upload.restart()
+            receipt = upload.finish()
+        finally:
+            upload.close()
         elapsed_s = time.perf_counter() - began_s
         return UploadReport(
-            payload_bytes=receipt.payload_bytes,
+            payload_bytes=0 if upload.ready.is_complete else receipt.payload_bytes,
             framing_bytes=0,
-            serialise_s=max(0.0, elapsed_s - receipt.blocked_s - receipt.aggregate_s - receipt.close_s),
+            serialise_s=elapsed_s,
             transfer_s=0.0,
-            wait_s=receipt.blocked_s,
-            aggregate_s=receipt.aggregate_s,
         )
 
     def download(self, *, round: int, sink: Sink) -> DownloadReport:
         """See `spes_core.sync.client.Client`."""
+        return self._receive(DownloadRequest(node=self._node, session=self._session, round=round), sink)
+
+    def snapshot(self, *, round: int, sink: Sink) -> DownloadReport:
+        """See `spes_core.sync.client.Client`."""
+        return self._receive(
+            DownloadRequest(node=self._node, session=self._session, round=round, is_snapshot=True), sink
+        )
+
+    def heartbeat(self, step: int) -> HeartbeatReply | None:
+        """See `spes_core.sync.client.Client`."""
+        return self._server.heartbeat(Heartbeat(node=self._node, session=self._session, step=step))
+
+    def abort(self) -> None:
+        """See `spes_core.sync.client.Client`."""
+        self._is_aborted = True
+        self._server.wake()
+
+    def _receive(self, request: DownloadRequest, sink: Sink) -> DownloadReport:
         began_s = time.perf_counter()
-        request = DownloadRequest(node=self._node, session=self._session, round=round)
-        download = self._server.open_download(request, lambda: False)
-        opened_s = time.perf_counter()
-        manifest = download.manifest
-        sink.begin(manifest)
-        for tensor in manifest.tensors:
-            sink.write(tensor, 0, download.payload(tensor))
+        download = self._server.open_download(request, lambda: self._is_aborted)
+        sink.begin(download.manifest)
+        for tensor, offset, payload in download.chunks(self._chunk_bytes):
+            if self._is_aborted:
+                raise Unreachable("the download was ended by this node itself")
+            sink.write(tensor, offset, payload)
+        summary = download.summary()
         download.delivered()
+        elapsed_s = time.perf_counter() - began_s
+        waited_s = summary.wait_s + summary.aggregate_s + summary.merge_s
         return DownloadReport(
-            manifest=manifest,
+            manifest=download.manifest,
+            summary=summary,
             payload_bytes=download.payload_bytes,
             framing_bytes=0,
-            serialise_s=time.perf_counter() - opened_s,
+            serialise_s=max(0.0, elapsed_s - waited_s),
             transfer_s=0.0,
-            wait_s=max(0.0, opened_s - began_s - manifest.aggregate_s - manifest.merge_s),
+            wait_s=min(elapsed_s, summary.wait_s),
         )

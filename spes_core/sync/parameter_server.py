@@ -1,59 +1,56 @@
-"""The parameter server without its transport: who joined, which round is open, what has been added and delivered.
+"""The parameter server without its transport: requests of nodes, and what they find of the run.
 
-One thread for each request calls in; all state is guarded by one condition, and everything that waits, waits on it.
-The arithmetic itself runs outside the lock: node order gives every region of the buffer one writer at a time.
+One thread for each request calls in, and one thread is in `ParameterServer.run`: it alone decides when a round closes
+and forms new weights (`closing`). All state is guarded by one lock (`monitor`); files are written and values are formed
+outside it.
 """
 
 from __future__ import annotations
 
-import secrets
-import threading
+import os
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from spes_core import schedules
-from spes_core.config import RunConfig
-from spes_core.errors import ProtocolError, Refused, RoundFailed
+from spes_core.config import RunConfig, digest
+from spes_core.errors import StaleRound
+from spes_core.partition import changes, downloads
+from spes_core.sync.closing import Closing
 from spes_core.sync.codec import Values, make_codec
 from spes_core.sync.download import Download
 from spes_core.sync.global_state import GlobalState
 from spes_core.sync.joining import differences
+from spes_core.sync.journal import Journal, Segment, UploadRecord
+from spes_core.sync.ledger import FRESH, Ledger, Standing
+from spes_core.sync.members import Members
 from spes_core.sync.messages import (
+    ANY_ROUND,
+    DownloadManifest,
     DownloadRequest,
+    Heartbeat,
+    HeartbeatReply,
     Hello,
+    RoundSummary,
     Schema,
     UploadManifest,
     Welcome,
     make_hello,
 )
+from spes_core.sync.monitor import Monitor, OnEvent
 from spes_core.sync.round import Contribution, Delivery, Round
-from spes_core.sync.transfer import Transfer, WireFormat
+from spes_core.sync.status import status_of
+from spes_core.sync.transfer import FORMATS, Transfer, WireFormat
 from spes_core.sync.upload import Upload
 
-OnEvent = Callable[..., None]
-"""Called as on_event(kind, **fields), never by two threads at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Standing:
-    """How far a server has come, beside the global weights: what it stores, and goes on from."""
-
-    round: int
-    """Rounds closed."""
-    step: int
-    """Optimizer steps taken."""
-    tokens: int
-    """Training tokens of all nodes so far."""
-    momentum: Values | None
-    """Velocity of the outer optimizer, when it has one."""
-
-
-FRESH = Standing(round=0, step=0, tokens=0, momentum=None)
+_SNAPSHOT_FILE = "snapshot"
 
 
 class ParameterServer:
-    """Takes what each node trained, forms the new global weights, hands out what each node lacks."""
+    """Stores what each node trained, forms the new global weights, hands out what each node lacks."""
+
+    exact_wire = FORMATS["float32"]
+    """How snapshots travel."""
 
     def __init__(
         self,
@@ -61,298 +58,380 @@ class ParameterServer:
         schema: Schema,
         initial: Callable[[str], Values],
         on_event: OnEvent,
+        folder: Path,
         standing: Standing = FRESH,
         checkpoint_steps: Collection[int] = (),
     ) -> None:
         """``initial(name)`` gives the flat first value of a tensor; the buffers are allocated here, once.
 
-        After each of the ``checkpoint_steps`` no round begins until `wait_finished` has stored the state.
+        ``folder`` takes uploads and results; what it has from ``standing`` on is taken up. After each of the
+        ``checkpoint_steps`` `run` stores the state.
         """
-        self._config, self.schema, self._on_event = config, schema, on_event
-        self.partition = config.make_partition()
-        self._steps = schedules.round_steps(config)
-        self.state = GlobalState(schema, config.outer, initial, standing.momentum)
-        self._digest = self.state.digest()
+        self._config, self.schema = config, schema
         self.codec = make_codec(config.wire.dtype)
-        self._condition = threading.Condition()
-        self._sessions: dict[int, bytes] = {}
-        self._failure: str | None = None
-        self._first_round, self._tokens = standing.round, standing.tokens
-        self._checkpoint_steps = frozenset(checkpoint_steps)
-        self._unsaved: Round | None = None
-        self._closed: Round | None = None
-        self._open: Round | None = self._make_round(standing.round)
+        self.journal = Journal(folder, digest(config))
+        self._monitor = Monitor(on_event)
+        self._members = Members(config.make_partition(), config.round)
+        self._ledger = Ledger(config, self.journal, self._members, standing)
+        self.state = GlobalState(
+            schema,
+            config.outer,
+            initial,
+            has_residual=self.codec.has_feedback,
+            momentum=standing.momentum,
+            residual=standing.residual,
+        )
+        self._first_digest = self.state.digest()
+        self._closing = Closing(
+            config, schema, self.state, self.codec, self._monitor, self._ledger, self._members, checkpoint_steps
+        )
+        self.wake, self.fail, self.refuse = self._monitor.wake, self._monitor.fail, self._monitor.refuse
 
     @property
     def wire(self) -> WireFormat:
         """Sizes of encoded tensors."""
         return self.codec.format
 
+    def run(self, save: Callable[[Standing], None] = lambda standing: None) -> None:
+        """See `Closing.run`: returns when every round is closed and delivered."""
+        self._closing.run(save)
+
     # Requests of nodes
 
     def join(self, hello: Hello) -> Welcome:
-        """Admit a node, or raise Refused with all that differs. Joining again replaces the node's former process."""
-        with self._condition:
-            self._check_running()
+        """Admit a node, or raise Refused with all that differs. Joining again replaces the node's former process.
+
+        Raises StaleRound when it asks for a round whose result is no longer kept, or that went on without it.
+        """
+        with self._monitor:
+            self._monitor.check_running()
             if not 0 <= hello.node < self._config.nodes:
                 raise self.refuse(hello.node, f"there is no node {hello.node}: this run has {self._config.nodes} nodes")
             if found := differences(hello, make_hello(self._config, self.schema, hello.node)):
                 raise self.refuse(hello.node, "this node belongs to another run: " + "; ".join(found))
-            self._sessions[hello.node] = session = secrets.token_bytes(16)
-            self._on_event("join", node=hello.node)
-            self._condition.notify_all()
+            first = self._first_round_of(hello)
+            session = self._members.admit(hello.node, first)
+            self._closing.progress_at_s = time.monotonic()
+            self._monitor.record("join", node=hello.node, round=first)
+            self._monitor.wake()
             return Welcome(
                 session=session,
-                round=self._open.index if self._open else len(self._steps),
-                digest=self._digest,
+                round=first,
+                digest=self._digest_before(first),
+                experts=self._experts(hello.node, first),
             )
 
+    def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
+        """Note that a node lives. Raises Refused when it has not joined, RoundFailed when the run has failed."""
+        with self._monitor:
+            self._monitor.check_running()
+            self._check_session(beat.node, beat.session)
+            self._members.nodes[beat.node].step = beat.step
+            return HeartbeatReply(round=self._ledger.rounds_closed)
+
     def begin_upload(self, manifest: UploadManifest) -> Upload:
-        """Accept the announcement of an upload, or raise Refused."""
+        """Accept the announcement of an upload. Raises Refused, or StaleRound when the round is over without it."""
         node = manifest.node
-        with self._condition:
-            self._check_running()
+        with self._monitor:
+            self._monitor.check_running()
             self._check_session(node, manifest.session)
-            now = self._open
-            if now is None or manifest.round != now.index:
-                due = "none: all rounds are done" if now is None else now.index
-                raise self.refuse(node, f"it uploads round {manifest.round}; the open round is {due}")
-            if reason := self._reason_against(manifest, now):
+            now = self._round_of(node, manifest.round)
+            part = now.contributions.get(node)
+            if now.decision is not None and node not in now.decision.nodes:
+                raise self._stale(node, now.index)
+            if reason := self._reason_against(manifest, now, part):
                 raise self.refuse(node, reason)
+            member = self._members.nodes[node]
+            member.round, member.safe_round = now.index, max(member.safe_round, manifest.safe_round)
             if now.started_at_s is None:
                 now.started_at_s = time.monotonic()
-            part = now.contributions.setdefault(node, Contribution(manifest.tokens))
-            return Upload(self, now, manifest, self._supersede(part, manifest))
+            if part is None:
+                part = now.contributions[node] = Contribution(manifest.tokens, manifest.tensors)
+            part.attempt += 1
+            attempt = part.attempt
+            self._monitor.wake()
+            if part.is_complete:
+                self._closing.progress_at_s = time.monotonic()
+                return Upload(self, now, manifest, attempt, None)
+            # An earlier, broken attempt lets go of the file first.
+            self._monitor.wait(lambda: not part.is_writing, lambda: part.attempt != attempt)
+            if now.groups_done == 0:
+                part.tokens = manifest.tokens
+            return Upload(self, now, manifest, attempt, self.journal.open_upload(now.index, node))
 
     def open_download(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> Download:
-        """Wait until the round closes, then give what the node lacks. Raises Refused or RoundFailed."""
+        """What a node lacks of a round, or a snapshot. Waits until it is known who takes part.
+
+        Raises Refused, RoundFailed, or StaleRound when the round went on without the node.
+        """
         node = request.node
-        with self._condition:
-            self._check_running()
+        with self._monitor:
+            self._monitor.check_running()
             self._check_session(node, request.session)
-            now = self._closed if self._closed and self._closed.index == request.round else self._open
-            if now is None or now.index != request.round:
-                raise self.refuse(node, f"it asks for round {request.round}, which is neither open nor the last closed")
-            if node not in now.contributions or not now.contributions[node].is_complete:
-                raise self.refuse(node, f"it asks for round {request.round} before its own upload is complete")
-            if node in now.deliveries:
-                raise self.refuse(node, f"it has confirmed its download of round {request.round} before")
-            self.wait(lambda: now.is_closed, is_cancelled)
-            return Download(self, now, node, self._tokens, all_changed=self._config.outer.kind != "none")
+            if request.is_snapshot:
+                return self._open_snapshot(request, is_cancelled)
+            now = self._round_of(node, request.round)
+            if node not in now.contributions:
+                raise self.refuse(node, f"it asks for round {request.round} before it has begun its own upload")
+            self._monitor.wait(lambda: now.decision is not None, is_cancelled)
+            assert now.decision is not None
+            if node not in now.decision.nodes:
+                raise self._stale(node, now.index)
+            return Download(self, now, node, self._manifest(now, node), is_cancelled)
 
-    def _supersede(self, part: Contribution, manifest: UploadManifest) -> int:
-        """Make an earlier, broken upload of the same node let go of the buffer; the number of the new attempt."""
-        part.attempt += 1
-        attempt = part.attempt
-        self._condition.notify_all()
-        self.wait(lambda: not part.is_adding, lambda: part.attempt != attempt)
-        if part.position == 0:
-            part.tokens = manifest.tokens
-        elif part.tokens != manifest.tokens:
-            first, round = part.tokens, manifest.round
-            reason = f"its new attempt at round {round} claims {manifest.tokens} tokens, the first one {first}"
-            raise self.refuse(manifest.node, reason)
-        return attempt
-
-    def _reason_against(self, manifest: UploadManifest, now: Round) -> str | None:
-        """Why an upload into the open round ``now`` cannot be accepted; None when it can."""
-        node = manifest.node
-        part = now.contributions.get(node)
-        if part and part.is_complete:
-            return f"it has already uploaded round {now.index}"
-        if self._closed and node not in self._closed.deliveries:
-            return f"it uploads round {now.index} before it has downloaded round {self._closed.index}"
-        if manifest.step != now.step:
-            return f"it uploads round {now.index} after step {manifest.step}; the round closes after step {now.step}"
-        if not 1 <= manifest.tokens < 1 << 53:
-            return f"a weight of {manifest.tokens} tokens is not possible; a round trains at least 1"
-        if manifest.codec != self.codec.format.name:
-            return f"its codec is {manifest.codec!r}; wire.dtype is {self.codec.format.name!r}"
-        if manifest.tensors != self.trained_by(node):
-            return "the announced tensors are not the ones that it trains"
-        return None
+    def status(self) -> dict[str, Any]:
+        """Where the run stands, in plain data."""
+        with self._monitor:
+            return status_of(self._config, self._ledger, self._members, self._monitor)
 
     # What uploads and downloads call back
 
-    def take_turn(self, upload: Upload, previous: tuple[int, ...], end: int) -> float:
-        """Wait until the buffer is free and the nodes ``previous`` have passed position ``end``; seconds waited.
+    def begin_chunk(self, upload: Upload) -> None:
+        """A chunk is about to be stored. Raises when this upload may not go on."""
+        with self._monitor:
+            self._monitor.check_running()
+            self._check_upload(upload)
+            upload.contribution.is_writing = True
 
-        From here to `pass_turn` this upload alone writes its region of the mean.
-        """
-        part = upload.contribution
+    def end_chunk(self, upload: Upload, next_tensor: int) -> None:
+        """A chunk is stored; all that the node trains below ``next_tensor`` is."""
+        with self._monitor:
+            upload.contribution.is_writing = False
+            if next_tensor != upload.contribution.next_tensor:
+                upload.contribution.next_tensor = next_tensor
+                self._members.hear(upload.node)
+            self._monitor.wake()
 
-        def is_due() -> bool:
-            is_free = self._unsaved is None and (self._closed is None or self._closed.is_delivered)
-            return is_free and all(upload.round.position(node) >= end for node in previous)
+    def complete_upload(self, upload: Upload, record: UploadRecord) -> None:
+        """Note that an upload is whole."""
+        with self._monitor:
+            self._monitor.check_running()
+            self._check_upload(upload)
+            self.journal.finish_upload(upload.round.index, upload.node, record)
+            part = upload.contribution
+            part.payload_bytes, part.framing_bytes, part.digest = (
+                record.payload_bytes,
+                record.framing_bytes,
+                record.digest,
+            )
+            part.is_complete, part.completed_at_s = True, time.monotonic()
+            self._members.hear(upload.node)
+            self._monitor.wake()
 
-        with self._condition:
-            waited_s = self.wait(is_due, upload.is_cancelled)
-            self._check_attempt(upload)
-            part.is_adding = True
-            return waited_s
+    def wait_for_tensor(self, now: Round, tensor: int, is_cancelled: Callable[[], bool]) -> Segment | None:
+        """Where the encoded change of a tensor lies, once it is ready."""
+        with self._monitor:
+            self._monitor.wait(lambda: len(now.segments) > tensor, is_cancelled)
+            return now.segments[tensor]
 
-    def pass_turn(self, upload: Upload, position: int) -> None:
-        """All that this node trains below ``position`` is in the mean."""
-        with self._condition:
-            upload.contribution.position = position
-            upload.contribution.is_adding = False
-            self._condition.notify_all()
-
-    def complete_upload(self, upload: Upload, framing_bytes: int) -> float:
-        """Note that an upload is whole; the one that completes the round also closes it, in the seconds returned."""
-        now, part = upload.round, upload.contribution
-        with self._condition:
-            self._check_running()
-            self._check_attempt(upload)
-            part.position = self.state.starts[-1]
-            part.framing_bytes += framing_bytes
-            part.is_complete = True
-            is_last = now.is_uploaded
-            self._condition.notify_all()
-        return self._close(now) if is_last else 0.0
-
-    def _close(self, now: Round) -> float:
-        """Form the new global weights and wake the downloads. No other thread touches the buffers meanwhile."""
-        began_s = time.monotonic()
-        try:
-            self.state.adopt_mean()
-            adopted_s = time.monotonic()
-            if now.is_merged:
-                self.state.merge(self._config.merge.num_neighbours, now.alpha)
-            merged_s = time.monotonic()
-            now.digest = self.state.digest()
-        except Exception as error:
-            self.fail(f"round {now.index} could not be closed: {error!r}")
-            raise
-        closed_s = time.monotonic()
-        now.merge_s = merged_s - adopted_s
-        now.adopt_s = closed_s - began_s - now.merge_s
-        with self._condition:
-            now.closed_at_s = closed_s
-            self._digest = now.digest
-            self._tokens += now.weight_of(now.contributions)
-            self._closed, self._open = now, self._make_round(now.index + 1)
-            self._unsaved = now if now.step in self._checkpoint_steps else None
-            self._condition.notify_all()
-        return closed_s - began_s
+    def summarise(self, download: Download) -> RoundSummary:
+        """How the round of a download went; waits for its close."""
+        now, node = download.round, download.node
+        with self._monitor:
+            if download.is_snapshot:
+                index = now.index
+                return RoundSummary(
+                    round=index,
+                    tokens=self._ledger.tokens,
+                    nodes=(),
+                    experts=self._experts(node, index),
+                    aggregate_s=0.0,
+                    merge_s=0.0,
+                    wait_s=0.0,
+                    digest=self._digest_before(index),
+                )
+            self._monitor.wait(lambda: now.is_closed, download.is_cancelled)
+            assert now.decision is not None and now.closed_at_s is not None
+            tail_s = max(0.0, now.closed_at_s - now.last_upload_at_s)
+            merge_s = min(tail_s, now.merge_s)
+            return RoundSummary(
+                round=now.index,
+                tokens=now.tokens,
+                nodes=now.decision.nodes,
+                experts=self._members.partition(now.decision.absent).experts_by_node[node],
+                aggregate_s=tail_s - merge_s,
+                merge_s=merge_s,
+                wait_s=max(0.0, now.last_upload_at_s - now.contributions[node].completed_at_s),
+                digest=now.digest,
+            )
 
     def complete_download(self, download: Download, framing_bytes: int) -> None:
-        """Note that a node has confirmed its download; the last confirmation ends the round."""
+        """Note that a node has confirmed its download; the last confirmation completes the round's record."""
         now = download.round
-        with self._condition:
-            now.deliveries[download.node] = Delivery(download.payload_bytes, framing_bytes)
-            if now.is_delivered:
-                self._on_event("round", **now.summary(), tokens=self._tokens)
-            self._condition.notify_all()
+        with self._monitor:
+            self._members.hear(download.node)
+            if not download.is_snapshot:
+                now.deliveries[download.node] = Delivery(download.payload_bytes, framing_bytes)
+                if now.is_delivered and not now.is_recorded:
+                    now.is_recorded = True
+                    self._monitor.record("round", **now.summary())
+            self._monitor.wake()
+
+    def heard_of(self, node: int) -> None:
+        """A node gave a sign of life."""
+        with self._monitor:
+            self._members.hear(node)
 
     # The life of the server
 
     @property
     def is_finished(self) -> bool:
-        """Whether every round is closed and delivered."""
-        return self._open is None and (self._closed is None or self._closed.is_delivered)
+        """Whether every round is closed, and delivered to all who took part in it."""
+        with self._monitor:
+            last = self._ledger.kept.get(len(self._ledger.steps) - 1)
+            return self._ledger.open is None and (last is None or last.is_delivered)
 
     @property
     def rounds_closed(self) -> int:
         """How many rounds have been closed."""
-        return self._closed.index + 1 if self._closed else self._first_round
+        return self._ledger.rounds_closed
 
-    def wait_finished(self, save: Callable[[Standing], None] = lambda standing: None) -> None:
-        """Wait for the end of the last round, and store the state meanwhile: ``save`` may read it until it returns.
-
-        It is called when a due round has been delivered, while nodes already take their next steps. Raises RoundFailed
-        when a round failed or the server was stopped.
-        """
-        while True:
-            with self._condition:
-                self.wait(lambda: self.is_finished or self._must_save(), lambda: False)
-                now = self._unsaved
-                if now is None:
-                    return
-                momentum = self.state.momentum
-                standing = Standing(round=now.index + 1, step=now.step, tokens=self._tokens, momentum=momentum)
-            save(standing)
-            with self._condition:
-                self._unsaved = None
-                self._condition.notify_all()
-
-    def _must_save(self) -> bool:
-        return self._unsaved is not None and self._unsaved.is_delivered
-
-    def fail(self, reason: str) -> None:
-        """End the run: everyone who waits, and every later request, gets ``reason``."""
-        with self._condition:
-            if self._failure is None:
-                self._failure = reason
-                self._on_event("failure", reason=reason)
-            self._condition.notify_all()
-
-    def refuse(self, node: int | None, reason: str) -> Refused:
-        """Record that a request was refused; the caller raises what this returns."""
-        with self._condition:
-            self._on_event("refusal", node=node, reason=reason)
-        sender = "an unknown sender" if node is None else f"node {node}"
-        return Refused(f"the server refused {sender}: {reason}")
-
-    def wake(self) -> None:
-        """Let every waiting thread look again whether it was cancelled."""
-        with self._condition:
-            self._condition.notify_all()
-
-    def wait(self, is_ready: Callable[[], bool], is_cancelled: Callable[[], bool]) -> float:
-        """Wait, holding the lock, until ``is_ready``; seconds waited.
-
-        Raises RoundFailed when the run has failed or a deadline passes, ProtocolError when the caller went away.
-        """
-        began_s = time.monotonic()
-        while True:
-            self._check_running()
-            if is_ready():
-                return time.monotonic() - began_s
-            if is_cancelled():
-                raise ProtocolError("the node went away")
-            deadline_s, overdue = self._deadline()
-            remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
-            if remaining_s is not None and remaining_s <= 0:
-                self.fail(overdue)
-                continue
-            self._condition.wait(None if remaining_s is None else min(remaining_s, threading.TIMEOUT_MAX))
-
-    def trained_by(self, node: int) -> tuple[int, ...]:
-        """Indices of the tensors that a node trains."""
-        return tuple(i for i, spec in enumerate(self.schema) if self.partition.trains(node, spec.name))
+    def trained_by(self, node: int, round: int = 0) -> tuple[int, ...]:
+        """Indices of the tensors that a node trains in a round."""
+        now = self._ledger.find(round)
+        partition = self._members.base if now is None else now.partition
+        return tuple(i for i, spec in enumerate(self.schema) if partition.trains(node, spec.name))
 
     def transfer(self, tensors: tuple[int, ...]) -> Transfer:
         """The order of chunks of these tensors."""
-        wire = self.codec.format
-        sizes_bytes = [wire.encoded_bytes(self.schema[index].num_elements) for index in tensors]
-        return Transfer(tensors, sizes_bytes, wire.block_bytes)
+        sizes_bytes = [self.wire.encoded_bytes(self.schema[index].num_elements) for index in tensors]
+        return Transfer(tensors, sizes_bytes, self.wire.block_bytes)
 
-    def _make_round(self, index: int) -> Round | None:
-        if index >= len(self._steps):
-            return None
-        previous_step = self._steps[index - 1] if index else 0
-        step = self._steps[index]
-        alpha = schedules.due_merge_alpha(self._config.merge, previous_step, step)
-        return Round(index, step, alpha, self._config.nodes)
+    # Snapshots
 
-    def _deadline(self) -> tuple[float | None, str]:
-        """The monotonic time at which what is awaited is overdue, and what to say then."""
-        for now in (self._closed, self._open):
-            if now and (overdue := now.deadline(self._config.round.timeout_s)):
-                return overdue
-        return None, ""
+    def _open_snapshot(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> Download:
+        """All global weights with which the open round begins, in a file that stays as it is."""
+        index = self._ledger.rounds_closed
+        if request.round == index:
+            self._monitor.wait(
+                lambda: not self._closing.is_forming or self._ledger.rounds_closed != index, is_cancelled
+            )
+        if request.round != self._ledger.rounds_closed:
+            raise self._stale(request.node, request.round)
+        steps = self._ledger.steps
+        now = self._ledger.open or Round(index, steps[-1], 0.0, self._members.base)
+        if not (self.journal.path(index) / _SNAPSHOT_FILE).exists():
+            self._closing.readers += 1
+            try:
+                self._write_snapshot(index)
+            finally:
+                self._closing.readers -= 1
+                self._monitor.wake()
+        manifest = DownloadManifest(
+            round=index,
+            step=steps[index - 1] if index else 0,
+            codec=self.exact_wire.name,
+            tensors=tuple(range(len(self.schema))),
+            merged=False,
+            experts=self._experts(request.node, index),
+        )
+        segments = [
+            Segment(_SNAPSHOT_FILE, 4 * start, 4 * spec.num_elements)
+            for start, spec in zip(self.state.starts, self.schema, strict=False)
+        ]
+        return Download(self, now, request.node, manifest, is_cancelled, segments)
 
-    def _check_running(self) -> None:
-        if self._failure is not None:
-            raise RoundFailed(self._failure)
+    def _write_snapshot(self, index: int) -> None:
+        folder = self.journal.path(index)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = folder / f"{_SNAPSHOT_FILE}.partial"
+            with open(partial, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                file.write(self.state.values.data.cast("B"))
+            partial.replace(folder / _SNAPSHOT_FILE)
+        except OSError as error:
+            raise self.journal.failed(error) from error
 
-    def _check_attempt(self, upload: Upload) -> None:
+    # Rules
+
+    def _first_round_of(self, hello: Hello) -> int:
+        """The round that a node may go on with."""
+        due, asked = self._ledger.rounds_closed, hello.round
+        if asked in (ANY_ROUND, due):
+            return due
+        if asked > due:
+            raise self.refuse(
+                hello.node,
+                f"it wants to go on with round {asked}, and the server has only come to round {due}: its folder is not"
+                " the one of this run, or was restored from an older copy",
+            )
+        former = self._ledger.kept.get(asked)
+        took_part = former is not None and former.decision is not None and hello.node in former.decision.nodes
+        if not took_part or self._config.round.quorum < 1.0:
+            raise self._stale(hello.node, asked)
+        return asked
+
+    def _round_of(self, node: int, index: int) -> Round:
+        """The open or a kept round. Raises Refused for one to come, StaleRound for one that is forgotten."""
+        due = self._ledger.rounds_closed
+        if index > due or (index == due and self._ledger.open is None):
+            what = "none: all rounds are done" if self._ledger.open is None else str(due)
+            raise self.refuse(node, f"it names round {index}; the open round is {what}")
+        now = self._ledger.find(index)
+        if now is None:
+            raise self._stale(node, index)
+        return now
+
+    def _reason_against(self, manifest: UploadManifest, now: Round, part: Contribution | None) -> str | None:
+        """Why an upload into a round cannot be accepted; None when it can."""
+        node = manifest.node
+        if manifest.step != now.step:
+            return f"it uploads round {now.index} after step {manifest.step}; the round closes after step {now.step}"
+        if not 1 <= manifest.tokens < 1 << 53:
+            return f"a weight of {manifest.tokens} tokens is not possible; a round trains at least 1"
+        if manifest.codec != self.wire.name:
+            return f"its codec is {manifest.codec!r}; wire.dtype is {self.wire.name!r}"
+        if manifest.tensors != self.trained_by(node, now.index):
+            return "the announced tensors are not the ones that it trains"
+        is_used = part is not None and (part.is_complete or now.groups_done > 0)
+        if part is not None and is_used and part.tokens != manifest.tokens:
+            return f"its new attempt at round {now.index} claims {manifest.tokens} tokens, the first one {part.tokens}"
+        return None
+
+    def _manifest(self, now: Round, node: int) -> DownloadManifest:
+        assert now.decision is not None
+        stepped, present, merged = self._config.outer.kind != "none", now.decision.nodes, now.is_merged
+
+        def is_sent(name: str) -> bool:
+            is_changed = changes(now.partition, present, name, experts_changed=merged)
+            return is_changed and downloads(now.partition, node, name, experts_changed=merged, all_changed=stepped)
+
+        return DownloadManifest(
+            round=now.index,
+            step=now.step,
+            codec=self.wire.name,
+            tensors=tuple(index for index, spec in enumerate(self.schema) if is_sent(spec.name)),
+            merged=now.is_merged,
+            experts=now.partition.experts_by_node[node],
+        )
+
+    def _digest_before(self, index: int) -> str:
+        """Digest of the global weights with which a round begins; "" when it is no longer known."""
+        former = self._ledger.kept.get(index - 1)
+        if former is not None:
+            return former.digest
+        return self._first_digest if index == self._ledger.first_round else ""
+
+    def _experts(self, node: int, index: int) -> tuple[int, ...]:
+        now = self._ledger.find(index)
+        partition = self._members.base if now is None else now.partition
+        return partition.experts_by_node[node]
+
+    def _check_upload(self, upload: Upload) -> None:
+        now = upload.round
         if upload.contribution.attempt != upload.attempt:
-            raise self.refuse(upload.node, f"it has begun its upload of round {upload.round.index} again")
+            raise self.refuse(upload.node, f"it has begun its upload of round {now.index} again")
+        if now.decision is not None and upload.node not in now.decision.nodes:
+            raise self._stale(upload.node, now.index)
 
     def _check_session(self, node: int, session: bytes) -> None:
-        if node not in self._sessions:
+        if not 0 <= node < self._config.nodes or not self._members.nodes[node].session:
             raise self.refuse(node, "it has not joined this run")
-        if not secrets.compare_digest(self._sessions[node], session):
-            raise self.refuse(node, f"another process has joined as node {node} since")
+        if not self._members.owns_session(node, session):
+            raise self.refuse(node, "another process has joined as this node since")
+        self._members.hear(node)
+
+    def _stale(self, node: int, index: int) -> StaleRound:
+        due = self._ledger.rounds_closed
+        self._monitor.record("stale", node=node, round=index, open_round=due)
+        return StaleRound(f"round {index} is over without node {node}; the run is at round {due}: go on there")

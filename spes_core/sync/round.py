@@ -1,37 +1,40 @@
-"""The state of one round: who has contributed how much so far. Plain Python, no lock of its own, no tensors."""
+"""The state of one round: who has contributed how much, who takes part, how far its result is. No lock, no tensors."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import xxhash
+from spes_core.partition import Partition
+from spes_core.sync.journal import Decision, Segment
 
 
 @dataclass
 class Contribution:
-    """What one node has put into the mean of the open round."""
+    """What one node has uploaded into a round."""
 
     tokens: int
-    position: int = 0
-    """All values that this node trains below this position of the flat global buffer are in the mean."""
+    tensors: tuple[int, ...]
+    next_tensor: int = 0
+    """Every tensor below this index that the node trains is stored."""
     payload_bytes: int = 0
     framing_bytes: int = 0
-    aggregate_s: float = 0.0
+    store_s: float = 0.0
+    digest: str = ""
+    """Of the whole upload."""
     is_complete: bool = False
-    is_adding: bool = False
-    """Whether a thread is writing this node's values into the mean right now."""
+    completed_at_s: float = 0.0
+    """Monotonic time."""
     attempt: int = 0
-    """Number of the upload that may continue this contribution; an earlier one is dead."""
-    hasher: Any = field(default_factory=xxhash.xxh3_64)
-    """Running checksum of the bytes that are in the mean: what a second attempt must begin with."""
+    """Number of the upload that may go on with this contribution; an earlier one is dead."""
+    is_writing: bool = False
+    """Whether a thread is storing a chunk right now."""
 
 
 @dataclass
 class Delivery:
-    """What one node has received of the closed round."""
+    """What one node has received of a round."""
 
     payload_bytes: int = 0
     framing_bytes: int = 0
@@ -39,31 +42,38 @@ class Delivery:
 
 @dataclass
 class Round:
-    """A round from its opening to its last delivery."""
+    """A round from its opening until it is forgotten."""
 
     index: int
     step: int
     """Optimizer steps taken when it closes."""
     alpha: float
     """Weight of the merge at its close; 0 for none."""
-    num_nodes: int
+    partition: Partition
+    """Who trains what in it."""
+    absent: tuple[int, ...] = ()
+    """Nodes whose experts others train in it."""
     started_at_s: float | None = None
     """Monotonic time of the first upload."""
+    decision: Decision | None = None
+    """Who takes part, once that is known."""
+    groups_done: int = 0
+    """Groups of tensors whose new values are ready."""
+    segments: list[Segment | None] = field(default_factory=list)
+    """By tensor, as far as groups are done: where its encoded change lies."""
     closed_at_s: float | None = None
     """Monotonic time at which the new global weights were ready."""
+    last_upload_at_s: float = 0.0
+    """Monotonic time at which the last upload that takes part was whole."""
     contributions: dict[int, Contribution] = field(default_factory=dict)
     deliveries: dict[int, Delivery] = field(default_factory=dict)
-    adopt_s: float = 0.0
+    tokens: int = 0
+    """Training tokens of all nodes in all rounds up to this one; set when it closes."""
+    aggregate_s: float = 0.0
     merge_s: float = 0.0
     digest: str = ""
-
-    def position(self, node: int) -> int:
-        """Position of a node's contribution; 0 before it begins."""
-        return self.contributions[node].position if node in self.contributions else 0
-
-    def weight_of(self, nodes: Iterable[int]) -> int:
-        """Tokens of several nodes together; each has begun its contribution."""
-        return sum(self.contributions[node].tokens for node in nodes)
+    is_recorded: bool = False
+    """Whether its event is written."""
 
     @property
     def is_merged(self) -> bool:
@@ -71,62 +81,67 @@ class Round:
         return self.alpha > 0
 
     @property
-    def is_uploaded(self) -> bool:
-        """Whether every node's upload is complete."""
-        return sum(part.is_complete for part in self.contributions.values()) == self.num_nodes
-
-    @property
     def is_closed(self) -> bool:
         """Whether the new global weights are ready."""
         return self.closed_at_s is not None
 
     @property
+    def begun(self) -> set[int]:
+        """Nodes that have begun their upload."""
+        return set(self.contributions)
+
+    @property
+    def complete(self) -> list[int]:
+        """Nodes whose upload is whole, ascending."""
+        return sorted(node for node, part in self.contributions.items() if part.is_complete)
+
+    @property
     def is_delivered(self) -> bool:
-        """Whether every node has what it lacked."""
-        return len(self.deliveries) == self.num_nodes
+        """Whether everyone who takes part has its result."""
+        return self.decision is not None and all(node in self.deliveries for node in self.decision.nodes)
 
-    def deadline(self, timeout_s: float) -> tuple[float, str] | None:
-        """The monotonic time at which this round is overdue, and what to say then; None while nothing is awaited.
+    def has_passed(self, node: int, tensor: int) -> bool:
+        """Whether all that ``node`` trains up to and including ``tensor`` is stored."""
+        part = self.contributions.get(node)
+        return part is not None and (part.is_complete or part.next_tensor > tensor)
 
-        Uploads are awaited from the first one on, deliveries from the close on, each for ``timeout_s``.
-        """
-        if self.closed_at_s is not None and not self.is_delivered:
-            what = f"the result of round {self.index} was not fetched by all within round.timeout_s ({timeout_s:g})"
-            return self.closed_at_s + timeout_s, f"{what}: {self._missing_deliveries()}"
-        if self.started_at_s is not None and not self.is_uploaded:
-            what = f"round {self.index} was not complete within round.timeout_s ({timeout_s:g})"
-            return self.started_at_s + timeout_s, f"{what}: {self._missing_uploads()}"
-        return None
-
-    def summary(self) -> dict[str, Any]:
-        """The fields of the "round" event of a delivered round, apart from the tokens so far."""
-        uploads = [self.contributions[node] for node in range(self.num_nodes)]
-        deliveries = [self.deliveries[node] for node in range(self.num_nodes)]
-        assert self.started_at_s is not None
-        return {
-            "round": self.index,
-            "step": self.step,
-            "merged": self.is_merged,
-            "alpha": self.alpha,
-            "aggregate_s": sum(part.aggregate_s for part in uploads) + self.adopt_s,
-            "merge_s": self.merge_s,
-            "round_time_s": time.monotonic() - self.started_at_s,
-            "uplink_payload_bytes": {node: part.payload_bytes for node, part in enumerate(uploads)},
-            "uplink_framing_bytes": {node: part.framing_bytes for node, part in enumerate(uploads)},
-            "downlink_payload_bytes": {node: part.payload_bytes for node, part in enumerate(deliveries)},
-            "downlink_framing_bytes": {node: part.framing_bytes for node, part in enumerate(deliveries)},
-            "digest": self.digest,
-        }
-
-    def _missing_uploads(self) -> str:
+    def missing_uploads(self, nodes: int) -> str:
+        """Who has not uploaded, in words."""
         parts = []
-        for node in range(self.num_nodes):
+        for node in range(nodes):
             if node not in self.contributions:
                 parts.append(f"node {node} has not uploaded")
             elif not self.contributions[node].is_complete:
                 parts.append(f"node {node} has not finished its upload")
         return "; ".join(parts)
 
-    def _missing_deliveries(self) -> str:
-        missing = [node for node in range(self.num_nodes) if node not in self.deliveries]
+    def missing_deliveries(self) -> str:
+        """Who has not fetched the result, in words."""
+        assert self.decision is not None
+        missing = [node for node in self.decision.nodes if node not in self.deliveries]
         return "; ".join(f"node {node} has not downloaded" for node in missing)
+
+    def summary(self) -> dict[str, Any]:
+        """The fields of the "round" event of a closed round."""
+        assert self.decision is not None and self.closed_at_s is not None
+        nodes = self.decision.nodes
+        uploads = {node: self.contributions[node] for node in nodes}
+        deliveries = {node: self.deliveries.get(node, Delivery()) for node in nodes}
+        began_s = self.closed_at_s if self.started_at_s is None else self.started_at_s
+        return {
+            "round": self.index,
+            "step": self.step,
+            "nodes": list(nodes),
+            "quarantined": list(self.decision.quarantined),
+            "merged": self.is_merged,
+            "alpha": self.alpha,
+            "aggregate_s": self.aggregate_s,
+            "merge_s": self.merge_s,
+            "round_time_s": time.monotonic() - began_s,
+            "uplink_payload_bytes": {node: part.payload_bytes for node, part in uploads.items()},
+            "uplink_framing_bytes": {node: part.framing_bytes for node, part in uploads.items()},
+            "downlink_payload_bytes": {node: part.payload_bytes for node, part in deliveries.items()},
+            "downlink_framing_bytes": {node: part.framing_bytes for node, part in deliveries.items()},
+            "digest": self.digest,
+            "tokens": self.tokens,
+        }

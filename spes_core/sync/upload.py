@@ -1,16 +1,16 @@
-"""One node's upload while it comes in: checked chunk by chunk and taken into the mean at once."""
+"""One node's upload while it comes in: checked chunk by chunk, and stored at once."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
-import xxhash
+import numpy as np
 
-from spes_core.errors import ProtocolError, RoundFailed
-from spes_core.sync.aggregate import LARGEST, add_to_mean, are_usable, make_scratch
-from spes_core.sync.codec import Values
-from spes_core.sync.messages import Receipt, UploadManifest
+from spes_core.errors import ProtocolError, Refused
+from spes_core.sync.aggregate import LARGEST, are_usable
+from spes_core.sync.journal import UploadFile, UploadRecord
+from spes_core.sync.messages import Receipt, UploadManifest, UploadReady
 from spes_core.sync.round import Round
 
 if TYPE_CHECKING:
@@ -20,55 +20,91 @@ if TYPE_CHECKING:
 class Upload:
     """Used by the one thread that receives the upload, apart from `cancel`.
 
-    An upload that broke off may be sent again from its start: what the first attempt put into the mean is then
-    skipped, once its checksum has shown that it is the same.
+    Goes on where an earlier attempt of the same node stopped, at a chunk's border; ``ready`` says where.
     """
 
-    def __init__(self, server: ParameterServer, now: Round, manifest: UploadManifest, attempt: int) -> None:
-        self._server, self.round, self.node = server, now, manifest.node
-        self.contribution = now.contributions[manifest.node]
-        self.attempt = attempt
-        self._transfer = server.transfer(manifest.tensors)
-        self._scratch = make_scratch()
-        self._repeated = xxhash.xxh3_64()
-        self._blocked_s = 0.0
+    def __init__(
+        self, server: ParameterServer, now: Round, manifest: UploadManifest, attempt: int, file: UploadFile | None
+    ) -> None:
+        """``file`` is None when the upload has been finished before."""
+        self._server, self.round, self.node, self._manifest = server, now, manifest.node, manifest
+        self.contribution, self.attempt = now.contributions[manifest.node], attempt
+        self._file = file
+        self._scratch = np.empty(0, dtype=np.float32)
         self._is_cancelled = False
+        self._transfer = server.transfer(manifest.tensors)
+        if file is None:
+            part = self.contribution
+            self.ready = UploadReady(offset_bytes=part.payload_bytes, prefix_digest=part.digest, is_complete=True)
+        else:
+            whole = self._transfer.skip(file.size_bytes)
+            if whole != file.size_bytes:
+                file.cut(whole)
+            self.contribution.next_tensor = self._transfer.next_tensor
+            self.ready = UploadReady(offset_bytes=whole, prefix_digest=file.digest, is_complete=False)
+
+    def restart(self) -> None:
+        """The node's bytes are not those that an earlier attempt stored: begin again.
+
+        Raises Refused when they have already entered the new weights.
+        """
+        if self._file is None or self.round.groups_done:
+            raise self._server.refuse(
+                self.node,
+                f"it repeats its upload of round {self.round.index} with other values than before, and the first ones"
+                " have been used; it must join anew, from a snapshot",
+            )
+        self._file.cut(0)
+        self._transfer = self._server.transfer(self._manifest.tensors)
+        self.contribution.next_tensor = 0
 
     def add(self, tensor: int, offset: int, payload: memoryview) -> None:
         """Take the next chunk: ``payload`` lies ``offset`` bytes into the encoded ``tensor``.
 
-        Blocks until the lower-numbered trainers of the tensor have come as far. Raises Refused for anything but the
-        chunk that is due and for unusable values, RoundFailed when the round fails meanwhile.
+        Raises Refused for anything but the chunk that is due and for unusable values, StaleRound when the round has
+        closed meanwhile, RoundFailed when it failed or the disk does not take the chunk.
         """
+        began_s = time.perf_counter()
         try:
             self._transfer.accept(tensor, offset, len(payload))
         except ProtocolError as error:
             raise self._server.refuse(self.node, str(error)) from error
-        values = self._server.codec.decode(payload)
-        name = self._server.schema[tensor].name
-        if not are_usable(values, self._scratch):
-            raise self._server.refuse(self.node, f"tensor {name} has NaN or infinite values, or some above {LARGEST:g}")
-        start = self._server.state.starts[tensor] + self._server.codec.format.elements(offset)
-        trainers = self._server.partition.trainers(name)
-        self.contribution.payload_bytes += len(payload)
-        self._take_in(values, payload, start, trainers[: trainers.index(self.node)])
+        self._check_values(tensor, payload)
+        part, next_tensor = self.contribution, self.contribution.next_tensor
+        assert self._file is not None
+        self._server.begin_chunk(self)
+        try:
+            self._file.append(payload)
+            next_tensor = self._transfer.next_tensor
+        except OSError as error:
+            reason = self._server.journal.failed(error)
+            self._server.fail(str(reason))
+            raise reason from error
+        finally:
+            part.store_s += time.perf_counter() - began_s
+            self._server.end_chunk(self, next_tensor)
 
     def finish(self, framing_bytes: int = 0) -> Receipt:
         """The node says that everything has been sent."""
-        try:
-            self._transfer.finish()
-        except ProtocolError as error:
-            raise self._server.refuse(self.node, str(error)) from error
-        close_s = self._server.complete_upload(self, framing_bytes)
-        return Receipt(
-            payload_bytes=self.contribution.payload_bytes,
-            blocked_s=self._blocked_s,
-            aggregate_s=self.contribution.aggregate_s,
-            close_s=close_s,
-        )
+        part = self.contribution
+        if self._file is not None:
+            try:
+                self._transfer.finish()
+            except ProtocolError as error:
+                raise self._server.refuse(self.node, str(error)) from error
+            record = UploadRecord(
+                tokens=part.tokens,
+                tensors=self._manifest.tensors,
+                payload_bytes=self._file.size_bytes,
+                framing_bytes=part.framing_bytes + framing_bytes,
+                digest=self._file.digest,
+            )
+            self._server.complete_upload(self, record)
+            self._file.close()
+        return Receipt(payload_bytes=part.payload_bytes, store_s=part.store_s)
 
     def cancel(self) -> None:
-        """The node went away: release the thread that waits in `add`. May be called by another thread."""
+        """The node went away. May be called by another thread."""
         self._is_cancelled = True
         self._server.wake()
 
@@ -76,34 +112,23 @@ class Upload:
         """Whether the node went away."""
         return self._is_cancelled
 
-    def _take_in(self, values: Values, payload: memoryview, start: int, before: tuple[int, ...]) -> None:
-        """Add ``values``, which belong at ``start`` of the flat buffer, after the nodes ``before`` have."""
-        part, end = self.contribution, start + values.size
-        self._blocked_s += self._server.take_turn(self, before[-1:], end)
-        position = part.position
-        try:
-            began_s = time.monotonic()
-            known = min(max(position - start, 0), values.size)
-            known_bytes = self._server.codec.format.encoded_bytes(known)
-            if known:
-                self._check_repeated(payload[:known_bytes], start + known)
-            if known < values.size:
-                part.hasher.update(payload[known_bytes:])
-                mean = self._server.state.mean[start + known : end]
-                weight_before = self.round.weight_of(before)
-                add_to_mean(mean, values[known:], part.tokens, weight_before, self._scratch)
-                position = end
-            part.aggregate_s += time.monotonic() - began_s
-        finally:
-            self._server.pass_turn(self, position)
+    def close(self) -> None:
+        """Let go of the file; what is stored stays."""
+        if self._file is not None:
+            self._file.close()
 
-    def _check_repeated(self, payload: memoryview, end: int) -> None:
-        """A second attempt must begin with the very bytes that are already in the mean."""
-        self._repeated.update(payload)
-        if end == self.contribution.position and self._repeated.digest() != self.contribution.hasher.digest():
-            reason = (
-                f"node {self.node} repeated a broken upload of round {self.round.index} with other values, after the"
-                " first ones had entered the mean"
-            )
-            self._server.fail(reason)
-            raise RoundFailed(reason)
+    def _check_values(self, tensor: int, payload: memoryview) -> None:
+        codec = self._server.codec
+        size = codec.format.elements(len(payload))
+        if not codec.is_delta:
+            values = codec.decode(payload)
+        else:
+            if self._scratch.size < size:
+                self._scratch = np.empty(size, dtype=np.float32)
+            values = codec.decode(payload, self._scratch[:size])
+        if not are_usable(values):
+            name = self._server.schema[tensor].name
+            raise self._refused(f"tensor {name} has NaN or infinite values, or some above {LARGEST:g}")
+
+    def _refused(self, reason: str) -> Refused:
+        return self._server.refuse(self.node, reason)

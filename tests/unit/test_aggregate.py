@@ -43,9 +43,9 @@ def test_the_weight_is_the_number_of_tokens() -> None:
 def test_one_bad_value_anywhere_makes_a_chunk_unusable(bad: float, place: int) -> None:
     values = np.zeros(BLOCK_ELEMENTS + 10, dtype=np.float32)
     values[3], values[4] = LARGEST, -LARGEST
-    assert are_usable(values, SCRATCH)
+    assert are_usable(values)
     values[place] = bad
-    assert not are_usable(values, SCRATCH)
+    assert not are_usable(values)
 
 
 def test_the_largest_usable_values_keep_the_mean_finite() -> None:

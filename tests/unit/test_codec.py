@@ -1,6 +1,8 @@
-"""The float32 codec is exact and copies nothing; chunks are cut and checked by one arithmetic."""
+"""The float32 codec is exact and copies nothing; chunks are cut and checked by one arithmetic, for every format."""
 
 from __future__ import annotations
+
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -30,34 +32,54 @@ def test_float32_shares_memory_both_ways() -> None:
 
 
 def test_every_wire_dtype_has_a_codec_of_the_same_name() -> None:
-    assert WireConfig().dtype in FORMATS
+    assert set(get_args(get_type_hints(WireConfig)["dtype"])) == set(FORMATS)
     for name, wire in FORMATS.items():
         assert make_codec(name).format is wire and wire.name == name
 
 
-blocks = st.builds(WireFormat, st.just("block"), st.integers(1, 64), st.integers(1, 80))
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_grow_with_values_and_tell_their_number(name: str) -> None:
+    wire, before = FORMATS[name], 0
+    for count in range(1, 1000):
+        size = wire.encoded_bytes(count)
+        assert size >= before and count <= wire.elements(size) <= count + (name == "int4" and count % 2)
+        before = size
+    assert wire.encoded_bytes(0) == wire.elements(0) == 0
 
 
-@given(blocks, st.integers(1, 5000), st.integers(1, 700))
+@pytest.mark.parametrize(("name", "sizes"), [("int8", (3, 129, 130, 133)), ("int4", (3, 66, 66, 69))])
+def test_a_short_last_block_is_its_header_and_its_values(name: str, sizes: tuple[int, ...]) -> None:
+    assert tuple(FORMATS[name].encoded_bytes(count) for count in (1, 127, 128, 129)) == sizes
+
+
+wires = st.one_of(
+    st.sampled_from(sorted(FORMATS.values(), key=str)),
+    st.builds(WireFormat, st.just("block"), st.integers(1, 64), st.integers(4, 80), st.integers(0, 3)),
+)
+
+
+@given(wires, st.integers(1, 5000), st.integers(1, 700))
 @settings(deadline=None)
 def test_chunks_cover_a_tensor_in_whole_blocks(wire: WireFormat, num_elements: int, chunk_bytes: int) -> None:
     size = wire.encoded_bytes(num_elements)
     chunks = list(wire.chunks(size, chunk_bytes))
+    assert list(wire.chunks(size, chunk_bytes, start=chunks[-1][0])) == chunks[-1:]
     ends = [offset + length for offset, length in chunks]
     assert [offset for offset, _ in chunks] == [0, *ends[:-1]] and ends[-1] == size
     assert all(length % wire.block_bytes == 0 for _, length in chunks[:-1])
     assert all(length <= max(chunk_bytes, wire.block_bytes) for _, length in chunks)
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(1, 8))
+@given(wires, st.lists(st.integers(1, 500), min_size=1, max_size=5), st.integers(1, 8))
 @settings(deadline=None)
-def test_a_transfer_accepts_the_announced_chunks_and_then_no_more(elements: list[int], chunk_elements: int) -> None:
-    wire = FORMATS["float32"]
-    sizes = [4 * count for count in elements]
-    transfer = Transfer(range(3, 3 + len(sizes)), sizes, 4)
+def test_a_transfer_accepts_the_announced_chunks_and_then_no_more(
+    wire: WireFormat, elements: list[int], chunk_blocks: int
+) -> None:
+    sizes = [wire.encoded_bytes(count) for count in elements]
+    transfer = Transfer(range(3, 3 + len(sizes)), sizes, wire.block_bytes)
     completed = []
     for tensor, size in enumerate(sizes, start=3):
-        for offset, length in wire.chunks(size, 4 * chunk_elements):
+        for offset, length in wire.chunks(size, wire.block_bytes * chunk_blocks):
             if transfer.accept(tensor, offset, length):
                 completed.append(tensor)
     transfer.finish()
@@ -84,3 +106,24 @@ def test_a_transfer_refuses_any_other_chunk(chunk: tuple[int, int, int], message
         transfer.accept(*chunk)
     with pytest.raises(ProtocolError, match="the end came where tensor 5 at byte 8 was due"):
         transfer.finish()
+
+
+@given(wires, st.lists(st.integers(1, 500), min_size=1, max_size=5), st.integers(1, 8), st.floats(0, 1.1))
+@settings(deadline=None)
+def test_a_transfer_goes_on_after_the_whole_blocks_that_are_stored(
+    wire: WireFormat, elements: list[int], chunk_blocks: int, share: float
+) -> None:
+    sizes = [wire.encoded_bytes(count) for count in elements]
+    stored = int(share * sum(sizes))
+    transfer = Transfer(range(len(sizes)), sizes, wire.block_bytes)
+    whole = transfer.skip(stored)
+    assert stored - wire.block_bytes < whole <= stored or whole == sum(sizes) <= stored
+    start = 0
+    for tensor, size in enumerate(sizes):
+        if start + size > whole:
+            for offset, length in wire.chunks(size, wire.block_bytes * chunk_blocks, start=max(whole - start, 0)):
+                transfer.accept(tensor, offset, length)
+        start += size
+    transfer.finish()
+    with pytest.raises(ProtocolError, match="after the last announced one"):
+        transfer.accept(0, 0, 4)

@@ -1,4 +1,4 @@
-"""The server core: who may join, what it accepts in which round, and how rounds end when a node does not behave."""
+"""The server core: who may join, what it accepts in which round, how rounds close, end, and come back after a crash."""
 
 from __future__ import annotations
 
@@ -6,70 +6,137 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+import xxhash
 
-from spes_core.config import OuterConfig, RoundConfig, RunConfig
-from spes_core.errors import ProtocolError, Refused, RoundFailed
-from spes_core.sync.aggregate import add_to_mean
-from spes_core.sync.inprocess import LocalClient
-from spes_core.sync.messages import DownloadRequest, UploadManifest, Welcome, make_hello
+from spes_core.config import AggregateConfig, OuterConfig, RoundConfig, RunConfig, WireConfig
+from spes_core.errors import Refused, RoundFailed, StaleRound
+from spes_core.partition import sparse
+from spes_core.sync.codec import decode_change, encode_change, make_codec
+from spes_core.sync.ledger import Standing
+from spes_core.sync.messages import ANY_ROUND, DownloadRequest, Heartbeat, RoundSummary, UploadManifest, make_hello
 from spes_core.sync.parameter_server import ParameterServer
 from spes_core.sync.upload import Upload
 from tests.small_rounds import (
     FULL,
-    PlainDecoder,
     Recorder,
     in_thread,
+    initial_values,
     make_server,
-    run_rounds,
+    noise,
+    running,
     small_config,
     small_schema,
 )
 
 CONFIG = small_config()
 SCHEMA = small_schema(CONFIG)
+CODECS = ("float32", "bfloat16", "int8", "int4")
 
 
 class Node:
-    """A node under the test's own control, one call at a time."""
+    """A node under the test's own control, one call at a time; holds what a real one would hold."""
 
-    def __init__(self, server: ParameterServer, node: int, config: RunConfig = CONFIG, round: int = 0) -> None:
-        self.server, self.node, self.config = server, node, config
-        self.decoder = PlainDecoder(config)
-        self.decoder.train(config, node, round)
-        self.welcome: Welcome = server.join(make_hello(config, SCHEMA, node))
+    def __init__(
+        self, server: ParameterServer, node: int, config: RunConfig = CONFIG, round: int = 0, former: Node | None = None
+    ) -> None:
+        self.server, self.node, self.config, self.codec = server, node, config, make_codec(config.wire.dtype)
+        initial = initial_values(config)
+        self.base = former.base if former else [initial(spec.name) for spec in SCHEMA]
+        self.residual = former.residual if former else [np.zeros_like(values) for values in self.base]
+        self.welcome = server.join(make_hello(config, SCHEMA, node, round))
+        self.experts = self.welcome.experts
+        self.sent: dict[int, bytes] = {}
 
-    def manifest(self, **changes: Any) -> UploadManifest:
+    def manifest(self, round: int = 0, **changes: Any) -> UploadManifest:
         manifest = UploadManifest(
             node=self.node,
             session=self.welcome.session,
-            round=0,
-            step=2,
-            tokens=100,
-            codec="float32",
-            tensors=self.server.trained_by(self.node),
+            round=round,
+            step=min(2 * (round + 1), self.config.total_steps),
+            tokens=100 + 7 * self.node,
+            codec=self.config.wire.dtype,
+            tensors=self.server.trained_by(self.node, round),
+            safe_round=0,
         )
         return replace(manifest, **changes)
 
-    def payload(self, tensor: int) -> memoryview:
-        return self.decoder.weights[SCHEMA[tensor].name].reshape(-1).numpy().data.cast("B")
+    def train(self, round: int) -> None:
+        """Encode what training by noise of its own gives."""
+        self.sent = {}
+        for tensor in self.server.trained_by(self.node, round):
+            step = noise("train", tensor, self.node, round).standard_normal(self.base[tensor].size)
+            values = self.base[tensor] + np.float32(0.1) * step.astype(np.float32)
+            residual = self.residual[tensor] if self.codec.has_feedback else None
+            self.sent[tensor] = bytes(encode_change(self.codec, values, self.base[tensor], residual))
 
-    def send(self, upload: Upload, upto: int | None = None) -> None:
-        for tensor in self.server.trained_by(self.node)[:upto]:
-            upload.add(tensor, 0, self.payload(tensor))
+    def send(self, upload: Upload, upto: int | None = None, chunk_bytes: int = 1 << 20) -> None:
+        """Send from where the server wants it."""
+        skip = upload.ready.offset_bytes
+        for tensor in list(self.sent)[:upto]:
+            payload = memoryview(self.sent[tensor])
+            start, skip = min(skip, len(payload)), max(0, skip - len(payload))
+            for offset, length in self.codec.format.chunks(len(payload), chunk_bytes, start):
+                upload.add(tensor, offset, payload[offset : offset + length])
 
-    def upload(self, **changes: Any) -> None:
-        upload = self.server.begin_upload(self.manifest(**changes))
-        self.send(upload)
+    def upload(self, round: int = 0, **changes: Any) -> Upload:
+        if not self.sent:
+            self.train(round)
+        upload = self.server.begin_upload(self.manifest(round, **changes))
+        if not upload.ready.is_complete:
+            self.send(upload)
         upload.finish()
+        upload.close()
+        return upload
 
-    def download(self, round: int = 0, is_cancelled: Callable[[], bool] = lambda: False) -> Any:
-        request = DownloadRequest(node=self.node, session=self.welcome.session, round=round)
-        return self.server.open_download(request, is_cancelled)
+    def download(self, round: int = 0, *, is_snapshot: bool = False) -> RoundSummary:
+        """Adopt what a round changed, or a snapshot."""
+        request = DownloadRequest(node=self.node, session=self.welcome.session, round=round, is_snapshot=is_snapshot)
+        download = self.server.open_download(request, lambda: False)
+        received: dict[int, bytearray] = {}
+        for tensor, offset, payload in download.chunks(256):
+            assert offset == len(received.setdefault(tensor, bytearray()))
+            received[tensor] += payload
+        assert tuple(received) == download.manifest.tensors
+        summary = download.summary()
+        if is_snapshot:
+            self.base = [np.frombuffer(received[tensor], dtype=np.float32).copy() for tensor in range(len(SCHEMA))]
+        else:
+            for tensor in {**self.sent, **received}:
+                payload = memoryview(received.get(tensor) or self.sent[tensor])
+                base = self.base[tensor]
+                self.base[tensor] = decode_change(self.codec, payload, base, np.empty_like(base)).copy()
+        self.sent = {}
+        download.delivered()
+        assert self.digest() == summary.digest
+        return summary
+
+    def digest(self) -> str:
+        return xxhash.xxh3_64_hexdigest(np.concatenate(self.base).tobytes())
+
+
+def nodes_of(server: ParameterServer, config: RunConfig = CONFIG) -> list[Node]:
+    return [Node(server, node, config) for node in range(config.nodes)]
+
+
+def one_round(nodes: list[Node], round: int) -> list[RoundSummary]:
+    for node in nodes:
+        node.upload(round)
+    return [node.download(round) for node in nodes]
+
+
+def whole_run(config: RunConfig, checkpoint_steps: tuple[int, ...] = ()) -> bytes:
+    server = make_server(config, checkpoint_steps=checkpoint_steps)
+    with running(server) as outcome:
+        nodes = nodes_of(server, config)
+        for round in range(2):
+            one_round(nodes, round)
+    assert outcome == [None]
+    return server.state.values.tobytes()
 
 
 # Joining
@@ -113,25 +180,22 @@ def test_a_differing_schema_is_named_by_its_first_tensor() -> None:
 
 def test_protocol_version_and_node_range_are_checked() -> None:
     server, hello = make_server(CONFIG), make_hello(CONFIG, SCHEMA, 0)
-    with pytest.raises(Refused, match="protocol version 7, here 1"):
+    with pytest.raises(Refused, match="protocol version 7, here 2"):
         server.join(replace(hello, protocol_version=7))
     with pytest.raises(Refused, match="there is no node 2: this run has 2 nodes"):
         server.join(replace(hello, node=2))
     with pytest.raises(Refused, match="configuration digest"):
         server.join(replace(hello, config_digest="0", config_json="[[["))
+    with pytest.raises(Refused, match="wants to go on with round 1, and the server has only come to round 0"):
+        server.join(replace(hello, round=1))
 
 
-def test_a_restarted_node_learns_the_open_round_and_replaces_its_former_self() -> None:
+def test_a_restarted_node_replaces_its_former_self() -> None:
     server = make_server(CONFIG)
-    first = [Node(server, node) for node in range(2)]
-    uploads = [in_thread(node.upload) for node in first]
-    for thread, _ in uploads:
-        thread.join()
-    again = Node(server, 0)
-    assert again.welcome.round == 1
-    assert again.welcome.digest == first[0].server.state.digest()
-    with pytest.raises(Refused, match="another process has joined as node 0 since"):
-        first[0].download()
+    first = Node(server, 0)
+    Node(server, 0)
+    with pytest.raises(Refused, match="another process has joined as this node since"):
+        first.upload()
 
 
 # What is refused
@@ -140,16 +204,17 @@ def test_a_restarted_node_learns_the_open_round_and_replaces_its_former_self() -
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"round": 1}, "it uploads round 1; the open round is 0"),
+        ({"round": 1}, "it names round 1; the open round is 0"),
         ({"step": 3}, "after step 3; the round closes after step 2"),
         ({"tokens": 0}, "a weight of 0 tokens is not possible"),
         ({"tokens": 2**60}, "tokens is not possible"),
         ({"codec": "pickle"}, "its codec is 'pickle'; wire.dtype is 'float32'"),
         ({"tensors": (0, 1)}, "not the ones that it trains"),
         ({"tensors": (0, 10**9)}, "not the ones that it trains"),
-        ({"session": b"guess"}, "another process has joined as node 0"),
+        ({"session": b"guess"}, "node 0: another process has joined as this node"),
         ({"node": 1}, "node 1: it has not joined this run"),
         ({"node": 77}, "node 77: it has not joined this run"),
+        ({"node": -1}, "node -1: it has not joined this run"),
     ],
 )
 def test_a_wrong_announcement_is_refused_and_the_server_goes_on(changes: dict[str, Any], reason: str) -> None:
@@ -157,7 +222,7 @@ def test_a_wrong_announcement_is_refused_and_the_server_goes_on(changes: dict[st
     server = make_server(CONFIG, recorder)
     node = Node(server, 0)
     with pytest.raises(Refused, match=reason):
-        server.begin_upload(node.manifest(**changes))
+        server.begin_upload(replace(node.manifest(), **changes))
     assert len(recorder.of("refusal")) == 1
     node.upload()
 
@@ -165,307 +230,490 @@ def test_a_wrong_announcement_is_refused_and_the_server_goes_on(changes: dict[st
 def test_chunks_out_of_order_and_missing_ends_are_refused_by_name() -> None:
     server = make_server(CONFIG)
     node = Node(server, 0)
+    node.train(0)
     upload = server.begin_upload(node.manifest())
     with pytest.raises(Refused, match="node 0: chunk of tensor 1 at byte 0 came where tensor 0 at byte 0 was due"):
-        upload.add(1, 0, node.payload(1))
+        upload.add(1, 0, memoryview(node.sent[1]))
     with pytest.raises(Refused, match="tensor 0 at byte 0 was due"):
         upload.finish()
     node.upload()
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e31])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e31])
 def test_unusable_values_are_refused_by_name_and_may_be_sent_again(bad: float) -> None:
     server = make_server(CONFIG)
     node = Node(server, 0)
-    target = node.decoder.weights[SCHEMA[5].name].view(-1)
-    good = target[3].item()
-    target[3] = bad
+    node.train(0)
+    good = node.sent[5]
+    values = np.frombuffer(good, dtype=np.float32).copy()
+    values[3] = bad
+    node.sent[5] = values.tobytes()
     with pytest.raises(Refused, match=rf"node 0: tensor {SCHEMA[5].name} has NaN or infinite values"):
         node.upload()
-    assert np.isfinite(server.state.values).all()
-    target[3] = good
+    node.sent[5] = good
     node.upload()
 
 
-def test_a_second_upload_of_a_round_is_refused() -> None:
-    server = make_server(CONFIG)
-    node = Node(server, 0)
-    node.upload()
-    with pytest.raises(Refused, match="it has already uploaded round 0"):
-        node.upload()
-
-
-def test_a_download_must_follow_the_own_upload_and_comes_once() -> None:
-    server = make_server(CONFIG)
-    nodes = [Node(server, node) for node in range(2)]
-    with pytest.raises(Refused, match="before its own upload is complete"):
-        nodes[0].download()
-    with pytest.raises(Refused, match="round 1, which is neither open nor the last closed"):
-        nodes[0].download(1)
-    for node in nodes:
-        node.upload()
-    nodes[0].download()  # begun, not confirmed: may be asked for again
-    nodes[0].download().delivered()
-    with pytest.raises(Refused, match="it has confirmed its download of round 0 before"):
-        nodes[0].download()
-    with pytest.raises(Refused, match="before it has downloaded round 0"):
-        nodes[1].upload(round=1, step=4)
-
-
-# Broken uploads
-
-
-def mean_after(break_at: int, config: RunConfig = CONFIG) -> bytes:
-    """Global weights after a round in which node 0 breaks off after so many tensors and sends all again."""
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_no_bytes_of_a_lossy_codec_bring_in_anything_infinite(dtype: Any) -> None:
+    config = small_config(wire=WireConfig(dtype=dtype))
     server = make_server(config)
-    nodes = [Node(server, node, config) for node in range(2)]
-    first = server.begin_upload(nodes[0].manifest())
-    nodes[0].send(first, break_at)
-    first.cancel()
-    nodes[0].upload()
-    nodes[1].upload()
-    return server.state.values.tobytes()
+    node = Node(server, 0, config)
+    node.train(0)
+    node.sent[0] = b"\xff" * len(node.sent[0])
+    with pytest.raises(Refused, match="node 0: tensor embedding has NaN or infinite values"):
+        node.upload()
 
 
-def test_an_upload_that_broke_off_and_is_repeated_gives_the_same_bits() -> None:
-    expected = mean_after(0)
-    for break_at in (1, 5, len(SCHEMA) // 2):
-        assert mean_after(break_at) == expected
-
-
-def test_a_repeat_may_be_cut_into_other_chunks() -> None:
+def test_a_download_must_follow_the_own_upload() -> None:
     server = make_server(CONFIG)
-    nodes = [Node(server, node) for node in range(2)]
-    first = server.begin_upload(nodes[0].manifest())
-    first.add(0, 0, nodes[0].payload(0)[:1000])
-    again = server.begin_upload(nodes[0].manifest())
-    again.add(0, 0, nodes[0].payload(0)[:600])
-    again.add(0, 600, nodes[0].payload(0)[600:])
-    for tensor in server.trained_by(0)[1:]:
-        again.add(tensor, 0, nodes[0].payload(tensor))
-    again.finish()
-    nodes[1].upload()
-    assert server.state.values.tobytes() == mean_after(0)
+    node = Node(server, 0)
+    with pytest.raises(Refused, match="it asks for round 0 before it has begun its own upload"):
+        node.download()
+    with pytest.raises(Refused, match="it names round 1; the open round is 0"):
+        node.download(1)
 
 
-def test_a_repeat_with_other_values_fails_the_round_by_name() -> None:
+# Uploads that break off, and repeats
+
+
+@pytest.mark.parametrize("dtype", CODECS)
+def test_an_upload_goes_on_where_it_broke_off_and_gives_the_same_bits(dtype: Any) -> None:
+    config = small_config(wire=WireConfig(dtype=dtype))
+    expected = whole_run(config)
+    for upto, chunk_bytes in ((1, 1 << 20), (5, 300), (len(SCHEMA) // 2, 1)):
+        server = make_server(config)
+        with running(server):
+            nodes = nodes_of(server, config)
+            nodes[0].train(0)
+            first = server.begin_upload(nodes[0].manifest())
+            nodes[0].send(first, upto, chunk_bytes)
+            first.close()
+            assert nodes[0].upload().ready.offset_bytes > 0
+            nodes[1].upload()
+            for node in nodes:
+                node.download()
+            one_round(nodes, 1)
+        assert server.state.values.tobytes() == expected
+
+
+def test_a_repeat_with_other_values_begins_again_until_the_first_ones_are_used() -> None:
     server = make_server(CONFIG)
-    nodes = [Node(server, node) for node in range(2)]
+    nodes = nodes_of(server)
+    nodes[0].train(0)
     nodes[0].send(server.begin_upload(nodes[0].manifest()), 5)
-    nodes[0].decoder.weights[SCHEMA[2].name] += 1
-    with pytest.raises(RoundFailed, match="node 0 repeated a broken upload of round 0 with other values"):
-        nodes[0].upload()
-    with pytest.raises(RoundFailed, match="node 0 repeated"):
+    again = server.begin_upload(nodes[0].manifest(tokens=5))
+    again.restart()
+    nodes[0].sent[0] = (np.frombuffer(nodes[0].sent[0], dtype=np.float32) + 1).tobytes()
+    again.ready = replace(again.ready, offset_bytes=0)
+    nodes[0].send(again)
+    again.finish()
+    with running(server):
         nodes[1].upload()
-
-
-def test_a_repeat_with_other_values_where_nothing_was_added_yet_is_accepted() -> None:
-    server = make_server(CONFIG)
-    node = Node(server, 0)
-    server.begin_upload(node.manifest(tokens=5))
-    node.decoder.weights[SCHEMA[0].name] += 1
-    node.upload()
-    assert server.state.tensor(0).tobytes() == bytes(node.payload(0))
-
-
-def test_a_repeat_with_another_weight_is_refused_once_something_was_added() -> None:
-    server = make_server(CONFIG)
-    node = Node(server, 0)
-    node.send(server.begin_upload(node.manifest()), 1)
-    with pytest.raises(Refused, match="new attempt at round 0 claims 5 tokens, the first one 100"):
-        node.upload(tokens=5)
+        nodes[0].download()
+        repeated = server.begin_upload(nodes[0].manifest(tokens=5))
+        assert repeated.ready.is_complete
+        with pytest.raises(Refused, match="repeats its upload of round 0 with other values than before"):
+            repeated.restart()
+        with pytest.raises(Refused, match="new attempt at round 0 claims 6 tokens, the first one 5"):
+            server.begin_upload(nodes[0].manifest(tokens=6))
 
 
 def test_the_former_attempt_cannot_add_any_more() -> None:
     server = make_server(CONFIG)
     node = Node(server, 0)
+    node.train(0)
     first = server.begin_upload(node.manifest())
     server.begin_upload(node.manifest())
     with pytest.raises(Refused, match="it has begun its upload of round 0 again"):
-        first.add(0, 0, node.payload(0))
+        first.add(0, 0, memoryview(node.sent[0]))
 
 
-def test_a_new_attempt_waits_until_the_former_has_let_go_of_the_buffer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_finished_upload_and_a_fetched_result_may_be_asked_for_again() -> None:
     server = make_server(CONFIG)
-    node = Node(server, 0)
-    is_adding, may_go_on = threading.Event(), threading.Event()
-
-    def slow(*arguments: Any) -> None:
-        is_adding.set()
-        assert may_go_on.wait(5)
-        add_to_mean(*arguments)
-
-    monkeypatch.setattr("spes_core.sync.upload.add_to_mean", slow)
-    first = server.begin_upload(node.manifest())
-    adding, _ = in_thread(lambda: first.add(0, 0, node.payload(0)))
-    assert is_adding.wait(5)
-    beginning, begun = in_thread(lambda: server.begin_upload(node.manifest()))
-    time.sleep(0.1)
-    assert beginning.is_alive()
-    may_go_on.set()
-    adding.join(5)
-    beginning.join(5)
-    node.send(begun[0])
-    begun[0].finish()
-    assert first.contribution.is_complete
-    assert server.state.tensor(0).tobytes() == bytes(node.payload(0))
+    with running(server):
+        nodes = nodes_of(server)
+        for node in nodes:
+            node.upload()
+        before = [values.copy() for values in nodes[0].base]
+        sent = dict(nodes[0].sent)
+        nodes[0].download()
+        once = nodes[0].digest()
+        nodes[0].base, nodes[0].sent = before, sent
+        assert nodes[0].upload().ready.is_complete
+        nodes[0].download()
+        assert nodes[0].digest() == once
 
 
-def test_a_cancelled_upload_lets_go_of_its_thread() -> None:
+# How rounds close
+
+
+def test_values_are_formed_while_uploads_still_come_in() -> None:
     server = make_server(CONFIG)
-    node = Node(server, 1)
-    upload = server.begin_upload(node.manifest())
-    thread, outcome = in_thread(lambda: node.send(upload))
-    time.sleep(0.05)
-    assert thread.is_alive()  # waits for node 0
-    upload.cancel()
-    thread.join(5)
-    assert isinstance(outcome[0], ProtocolError)
-
-
-# Order and deadlines
-
-
-def test_a_node_waits_for_lower_numbers_only_where_both_train() -> None:
-    server = make_server(CONFIG)
-    node = Node(server, 1)
-    upload = server.begin_upload(node.manifest())
-    thread, _ = in_thread(lambda: node.send(upload))
-    time.sleep(0.05)
-    assert thread.is_alive()
-    assert server.state.tensor(0).tobytes() == bytes(PlainDecoder(CONFIG).weights["embedding"].numpy().data.cast("B"))
-    low = Node(server, 0)
-    low.upload()
-    thread.join(5)
-    assert not thread.is_alive()
-
-
-def test_the_next_round_does_not_touch_the_weights_before_all_have_downloaded() -> None:
-    server = make_server(CONFIG)
-    nodes = [Node(server, node) for node in range(2)]
-    for node in nodes:
-        node.upload()
-    slow = nodes[1].download()
-    nodes[0].download().delivered()
-    before = server.state.values.tobytes()
-    fast, outcome = in_thread(lambda: nodes[0].upload(round=1, step=4))
-    time.sleep(0.1)
-    assert fast.is_alive() and server.state.values.tobytes() == before
-    slow.delivered()
-    fast.join(5)
-    assert outcome == [None] and server.state.values.tobytes() != before
+    with running(server):
+        nodes = nodes_of(server)
+        uploads = []
+        for node in nodes:
+            node.train(0)
+            uploads.append(server.begin_upload(node.manifest()))
+            node.send(uploads[-1], 3)
+        request = DownloadRequest(node=0, session=nodes[0].welcome.session, round=0)
+        chunks = server.open_download(request, lambda: False).chunks(1 << 20)
+        assert [next(chunks)[0] for _ in range(3)] == [0, 1, 2]
 
 
 def test_a_missing_node_ends_the_round_by_name_in_time() -> None:
     config = small_config(nodes=3, round=RoundConfig(timeout_s=0.3))
     recorder = Recorder()
     server = make_server(config, recorder)
-    began_s = time.monotonic()
-
-    def upload_and_wait() -> None:
-        node = Node(server, 0, config)
+    with running(server) as ended:
+        node, half = Node(server, 0, config), Node(server, 1, config)
+        began_s = time.monotonic()
         node.upload()
-        node.download()
-
-    _, outcome = thread = in_thread(upload_and_wait)
-    half = Node(server, 1, config)
-    half.send(server.begin_upload(half.manifest()), 0)
-    with pytest.raises(RoundFailed) as raised:
-        server.wait_finished()
-    elapsed_s = time.monotonic() - began_s
-    thread[0].join(5)
+        server.begin_upload(half.manifest())
+        with pytest.raises(RoundFailed) as raised:
+            node.download()
+        elapsed_s = time.monotonic() - began_s
     expected = (
         "round 0 was not complete within round.timeout_s (0.3): node 1 has not finished its upload; node 2 has not"
         " uploaded"
     )
-    assert str(raised.value) == expected and str(outcome[0]) == expected
-    assert 0.25 < elapsed_s < 2
+    assert str(raised.value) == expected and str(ended[0]) == expected
+    assert 0.25 < elapsed_s < 3
     assert [event["reason"] for event in recorder.of("failure")] == [expected]
     with pytest.raises(RoundFailed):
         server.join(make_hello(config, SCHEMA, 2))
 
 
-def test_a_result_that_is_never_fetched_ends_the_run_by_name() -> None:
-    config = small_config(round=RoundConfig(timeout_s=0.2))
-    server = make_server(config)
-    nodes = [Node(server, node, config) for node in range(2)]
-    for node in nodes:
-        node.upload()
-    nodes[0].download().delivered()
-    with pytest.raises(RoundFailed, match=r"round 0 was not fetched by all .* \(0\.2\): node 1 has not downloaded"):
-        server.wait_finished()
-
-
-def test_a_slow_computation_between_rounds_is_no_failure() -> None:
+def test_a_last_result_that_is_never_fetched_ends_the_run_by_name() -> None:
     config = small_config(round=RoundConfig(timeout_s=0.3))
     server = make_server(config)
-    run_rounds(config, lambda node: LocalClient(server), delay=lambda node, round: time.sleep(0.4))
-    server.wait_finished()
+    with running(server) as ended:
+        nodes = nodes_of(server, config)
+        one_round(nodes, 0)
+        for node in nodes:
+            node.upload(1)
+        nodes[0].download(1)
+        while not ended:
+            time.sleep(0.02)
+    assert str(ended[0]).endswith("round 1 was not fetched within round.timeout_s (0.3): node 1 has not downloaded")
 
 
 def test_stopping_the_server_frees_everyone_who_waits() -> None:
     server = make_server(CONFIG)
-    node = Node(server, 0)
-    node.upload()
-    thread, outcome = in_thread(node.download)
-    main, ended = in_thread(server.wait_finished)
-    server.fail("the server was stopped")
-    for waiting in (thread, main):
-        waiting.join(5)
+    with running(server) as ended:
+        node = Node(server, 0)
+        node.upload()
+        thread, outcome = in_thread(node.download)
+        time.sleep(0.05)
+        server.fail("the server was stopped")
+        thread.join(5)
     assert [str(outcome[0]), str(ended[0])] == ["the server was stopped"] * 2
+
+
+# Elastic rounds
+
+
+def elastic(**changes: Any) -> RunConfig:
+    policy = {"quorum": 0.5, "timeout_s": 0.3, "lost_after_s": 0.1, "heartbeat_s": 0.01, "reassign_after": 1, **changes}
+    return small_config(nodes=4, budget_tokens=8 * 240, round=RoundConfig(**policy))
+
+
+def test_a_round_closes_without_a_lost_node_whose_experts_keep_their_value_and_then_move() -> None:
+    config, recorder = elastic(), Recorder()
+    server = make_server(config, recorder)
+    with running(server):
+        nodes = nodes_of(server, config)
+        before = server.state.values.copy()
+        for node in nodes[:3]:
+            node.upload()
+        summaries = [node.download() for node in nodes[:3]]
+        # A merge takes place in round 0, so compare with what a round without one leaves alone.
+        assert [summary.nodes for summary in summaries] == [(0, 1, 2)] * 3
+        assert summaries[0].experts == (0, 3) and summaries[1].experts == (1,)
+        lost = [i for i, spec in enumerate(SCHEMA) if ".experts.3." in spec.name]
+        for node in nodes[:3]:
+            node.upload(1)
+        for node in nodes[:3]:
+            node.download(1)
+        assert any(not np.array_equal(server.state.tensor(i), before[: server.state.tensor(i).size]) for i in lost)
+    assert server.status()["nodes"][3]["rounds_missed"] == 2
+    assert [event["nodes"] for event in recorder.of("round")][:2] == [[0, 1, 2]] * 2
+
+
+def test_experts_of_an_absent_node_are_untouched_bits() -> None:
+    config = replace(elastic(reassign_after=0), merge=replace(CONFIG.merge, enabled=False))
+    server = make_server(config)
+    with running(server):
+        nodes = nodes_of(server, config)
+        kept = {i: server.state.tensor(i).tobytes() for i, s in enumerate(SCHEMA) if ".experts.3." in s.name}
+        for node in nodes[:3]:
+            node.upload()
+        for node in nodes[:3]:
+            node.download()
+        assert {i: server.state.tensor(i).tobytes() for i in kept} == kept
+
+
+def test_a_late_upload_enters_no_round_and_the_node_goes_on_from_a_snapshot() -> None:
+    config, recorder = elastic(), Recorder()
+    server = make_server(config, recorder)
+    with running(server):
+        nodes = nodes_of(server, config)
+        late = nodes[3]
+        late.train(0)
+        half = server.begin_upload(late.manifest())
+        late.send(half, 2)
+        for node in nodes[:3]:
+            node.upload()
+        for node in nodes[:3]:
+            node.download()
+        with pytest.raises(StaleRound, match="round 0 is over without node 3; the run is at round 1: go on there"):
+            half.add(2, 0, memoryview(late.sent[2]))
+        with pytest.raises(StaleRound):
+            late.upload()
+        with pytest.raises(StaleRound):
+            server.join(make_hello(config, SCHEMA, 3, 0))
+        back = Node(server, 3, config, ANY_ROUND)
+        assert back.welcome.round == 1 and back.experts == ()
+        back.download(1, is_snapshot=True)
+        for node in nodes[:3]:
+            node.upload(1)
+        back.upload(1)
+        summaries = [node.download(1) for node in (*nodes[:3], back)]
+        assert summaries[0].nodes == (0, 1, 2, 3)
+        assert [summary.experts for summary in summaries] == [(0,), (1,), (2,), (3,)]
+    assert recorder.of("stale")
+
+
+def test_too_few_nodes_fail_the_round_by_name() -> None:
+    config = elastic(quorum=0.75)
+    server = make_server(config)
+    with running(server) as ended:
+        nodes = nodes_of(server, config)
+        for node in nodes[:2]:
+            node.upload()
+        while not ended:
+            time.sleep(0.02)
+    assert "node 2 has not uploaded; node 3 has not uploaded; round.quorum needs 3 nodes" in str(ended[0])
+
+
+def test_a_live_node_is_waited_for_until_the_deadline() -> None:
+    config = elastic(timeout_s=0.6)
+    server = make_server(config)
+    stop = threading.Event()
+    with running(server):
+        nodes = nodes_of(server, config)
+        slow = nodes[3]
+
+        def beat() -> None:
+            while not stop.wait(0.02):
+                server.heartbeat(Heartbeat(node=3, session=slow.welcome.session, step=1))
+
+        thread, _ = in_thread(beat)
+        for node in nodes[:3]:
+            node.upload()
+        time.sleep(0.25)
+        assert server.rounds_closed == 0
+        slow.upload()
+        assert nodes[0].download().nodes == (0, 1, 2, 3)
+        stop.set()
+        thread.join(5)
+
+
+def test_tokens_weigh_exactly_whatever_each_node_managed() -> None:
+    config = replace(elastic(), merge=replace(CONFIG.merge, enabled=False))
+    server = make_server(config)
+    with running(server):
+        nodes = nodes_of(server, config)
+        for node, tokens in zip(nodes, (1, 10, 100, 1000), strict=True):
+            node.upload(tokens=tokens)
+        sent = [np.frombuffer(node.sent[0], dtype=np.float32).astype(np.float64) for node in nodes]
+        for node in nodes:
+            node.download()
+        expected = sum(w * x for w, x in zip((1, 10, 100, 1000), sent, strict=True)) / 1111
+        np.testing.assert_allclose(server.state.tensor(0), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_quarantined_node_is_named_left_out_and_told_to_begin_anew() -> None:
+    config = small_config(nodes=3, aggregate=AggregateConfig(quarantine_factor=5.0))
+    recorder = Recorder()
+    server = make_server(config, recorder)
+    with running(server):
+        nodes = nodes_of(server, config)
+        nodes[2].train(0)
+        nodes[2].sent = {
+            tensor: (np.frombuffer(payload, dtype=np.float32) * 1000).tobytes()
+            for tensor, payload in nodes[2].sent.items()
+        }
+        for node in nodes:
+            node.upload()
+        assert nodes[0].download().nodes == (0, 1)
+        with pytest.raises(StaleRound):
+            nodes[2].download()
+    assert [(event["node"], event["round"]) for event in recorder.of("quarantine")] == [(2, 0)]
 
 
 # Whole rounds
 
 
+@pytest.mark.parametrize("dtype", CODECS)
 @pytest.mark.parametrize("kind", ["none", "sgd", "nesterov"])
-def test_all_nodes_and_the_server_hold_the_same_bits_after_every_round(kind: Any) -> None:
+def test_all_nodes_and_the_server_hold_the_same_bits_after_every_round(kind: Any, dtype: Any) -> None:
     for partition in (small_config().partition, FULL):
-        config = small_config(outer=OuterConfig(kind=kind), partition=partition, nodes=3)
+        config = small_config(outer=OuterConfig(kind=kind), partition=partition, nodes=3, wire=WireConfig(dtype=dtype))
         server = make_server(config)
-        decoders, reports = run_rounds(config, lambda node, server=server: LocalClient(server))
-        server.wait_finished()
-        flat = server.state.values.tobytes()
-        assert all(b"".join(t.numpy().tobytes() for t in d.weights.values()) == flat for d in decoders)
-        assert {report.digest for report in (row[-1] for row in reports)} == {server.state.digest()}
-        assert [report.merged for report in reports[0]] == [True, False]
-
-
-def test_one_node_adopts_its_own_weights_bitwise_and_downloads_nothing() -> None:
-    config = small_config(nodes=1, merge=replace(CONFIG.merge, enabled=False))
-    server = make_server(config)
-    decoders, reports = run_rounds(config, lambda node: LocalClient(server))
-    alone = PlainDecoder(config)
-    for round in range(2):
-        alone.train(config, 0, round)
-    assert all(torch.equal(alone.weights[name], decoders[0].weights[name]) for name in alone.weights)
-    assert [report.downlink_payload_bytes for report in reports[0]] == [0, 0]
+        with running(server) as outcome:
+            nodes = nodes_of(server, config)
+            for round in range(2):
+                summaries = one_round(nodes, round)
+                assert len({node.digest() for node in nodes}) == 1 == len({s.digest for s in summaries})
+        assert outcome == [None] and server.state.digest() == nodes[0].digest()
 
 
 def test_outer_sgd_with_rate_one_adopts_the_mean_up_to_rounding() -> None:
-    def weights(outer: OuterConfig) -> np.ndarray:
-        config = small_config(outer=outer)
-        server = make_server(config)
-        run_rounds(config, lambda node: LocalClient(server))
-        return server.state.values
-
-    np.testing.assert_allclose(
-        weights(OuterConfig(kind="sgd", lr=1.0)), weights(OuterConfig(kind="none")), rtol=0, atol=1e-6
-    )
+    one, none = (whole_run(small_config(outer=outer)) for outer in (OuterConfig(kind="sgd", lr=1.0), OuterConfig()))
+    np.testing.assert_allclose(np.frombuffer(one, "f4"), np.frombuffer(none, "f4"), rtol=0, atol=1e-6)
 
 
-def test_the_round_event_tells_bytes_and_tokens() -> None:
+def test_the_round_event_tells_bytes_tokens_and_nodes() -> None:
     recorder = Recorder()
     server = make_server(CONFIG, recorder)
-    _, reports = run_rounds(CONFIG, lambda node: LocalClient(server))
+    with running(server):
+        nodes = nodes_of(server)
+        for round in range(2):
+            one_round(nodes, round)
     events = recorder.of("round")
-    assert [(e["round"], e["step"], e["tokens"], e["merged"]) for e in events] == [
-        (0, 2, 207, True),
-        (1, 4, 414, False),
+    assert [(e["round"], e["step"], e["tokens"], e["merged"], e["nodes"]) for e in events] == [
+        (0, 2, 207, True, [0, 1]),
+        (1, 4, 414, False, [0, 1]),
     ]
-    for event, row in zip(events, zip(*reports, strict=True), strict=True):
-        assert event["uplink_payload_bytes"] == {node: r.uplink_payload_bytes for node, r in enumerate(row)}
-        assert event["downlink_payload_bytes"] == {node: r.downlink_payload_bytes for node, r in enumerate(row)}
-        assert event["digest"] == row[0].digest and event["tokens"] == row[0].tokens
+    trained = [sum(4 * SCHEMA[tensor].num_elements for tensor in server.trained_by(node)) for node in range(2)]
+    assert all(event["uplink_payload_bytes"] == dict(enumerate(trained)) for event in events)
+
+
+# After a crash
+
+
+def crashed(folder: Path, config: RunConfig, stop_at: Callable[[ParameterServer, list[Node]], None]) -> None:
+    """A server that dies where ``stop_at`` leaves it."""
+    server = make_server(config, folder=folder, checkpoint_steps=())
+    with running(server):
+        stop_at(server, nodes_of(server, config))
+
+
+def complete(folder: Path, config: RunConfig, first: int = 0) -> bytes:
+    """The rest of the run after a restart, by nodes that begin again at round ``first``."""
+    server = make_server(config, folder=folder)
+    with running(server) as outcome:
+        nodes = nodes_of(server, config)
+        for round in range(first, 2):
+            one_round(nodes, round)
+    assert outcome == [None]
+    return server.state.values.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("place", ["inside an upload", "between uploads", "after the close", "in the next round"])
+def test_a_server_that_died_anywhere_goes_on_with_the_same_bits(tmp_path: Path, place: str, dtype: Any) -> None:
+    config = small_config(wire=WireConfig(dtype=dtype), outer=OuterConfig(kind="nesterov"))
+
+    def stop_at(server: ParameterServer, nodes: list[Node]) -> None:
+        nodes[0].train(0)
+        if place == "inside an upload":
+            nodes[0].send(server.begin_upload(nodes[0].manifest()), 3, 100)
+            return
+        nodes[0].upload()
+        if place == "between uploads":
+            return
+        nodes[1].upload()
+        nodes[0].download()
+        if place == "in the next round":
+            nodes[1].download()
+            nodes[1].upload(1)
+
+    crashed(tmp_path, config, stop_at)
+    assert complete(tmp_path, config) == whole_run(config)
+
+
+def test_a_damaged_upload_is_sent_again(tmp_path: Path) -> None:
+    crashed(tmp_path, CONFIG, lambda server, nodes: nodes[0].upload() and None)
+    path = tmp_path / "0" / "node-0.upload"
+    content = bytearray(path.read_bytes())
+    content[10] ^= 1
+    path.write_bytes(content)
+    assert complete(tmp_path, CONFIG) == whole_run(CONFIG)
+
+
+def test_uploads_of_another_run_are_not_taken_up(tmp_path: Path) -> None:
+    crashed(tmp_path, small_config(seed=7), lambda server, nodes: nodes[0].upload() and None)
+    server = make_server(CONFIG, folder=tmp_path)
+    assert server.status()["nodes"][0]["received_bytes"] == 0
+
+
+def test_a_run_goes_on_from_a_checkpoint_and_still_serves_older_results(tmp_path: Path) -> None:
+    config = small_config(outer=OuterConfig(kind="nesterov"), wire=WireConfig(dtype="int8"))
+    saved: list[tuple[Standing, np.ndarray]] = []
+    server = make_server(config, checkpoint_steps=(2,), folder=tmp_path)
+
+    def save(standing: Standing) -> None:
+        copies = {
+            name: values.copy() for name in ("momentum", "residual") if (values := getattr(standing, name)) is not None
+        }
+        saved.append((replace(standing, **copies), server.state.values.copy()))
+
+    with running(server, save):
+        nodes = nodes_of(server, config)
+        one_round(nodes, 0)
+        nodes[0].upload(1)
+    [(standing, values)] = saved
+    starts = server.state.starts
+    at = {spec.name: values[a:b] for spec, a, b in zip(SCHEMA, starts, starts[1:], strict=False)}
+    again = make_server(config, folder=tmp_path, standing=standing, initial=at.__getitem__, checkpoint_steps=(2,))
+    with running(again) as outcome:
+        behind = nodes_of(again, config)  # both begin at round 0: their own checkpoints are older
+        for round in range(2):
+            for node in behind:
+                assert node.upload(round).ready.is_complete == (round == 0 or node.node == 0)
+            for node in behind:
+                node.download(round)
+    assert outcome == [None] and again.state.values.tobytes() == whole_run(config)
+
+
+def test_results_that_nobody_needs_are_removed(tmp_path: Path) -> None:
+    config = small_config(budget_tokens=12 * 240)
+    server = make_server(config, folder=tmp_path)
+    with running(server):
+        nodes = nodes_of(server, config)
+        for round in range(6):
+            one_round(nodes, round)
+            assert len([path for path in tmp_path.iterdir() if path.is_dir()]) <= 3
+
+
+def test_a_folder_that_takes_nothing_ends_the_run_with_one_clear_error(tmp_path: Path) -> None:
+    folder = tmp_path / "rounds"
+    server = make_server(CONFIG, folder=folder)
+    node = Node(server, 0)
+    folder.write_text("a file where a folder should be")
+    with pytest.raises(RoundFailed, match=r"cannot store uploads under .*rounds: .*start all processes again"):
+        node.upload()
+
+
+def test_status_tells_who_is_present_and_who_is_late() -> None:
+    server = make_server(CONFIG)
+    Node(server, 0).upload()
+    status = server.status()
+    assert [node["state"] for node in status["nodes"]] == ["waiting", "absent"]
+    assert status["nodes"][1]["late_s"] > 0 == status["nodes"][0]["late_s"]
+    assert status["round"] == 0 and status["rounds"] == 2 and len(status["experts"]) == CONFIG.model.num_experts
+
+
+def test_the_partition_of_absent_nodes_covers_all_experts() -> None:
+    from spes_core.partition import reassigned
+
+    base = sparse(7, 3)
+    for absent in ((), (0,), (1, 2), (0, 2)):
+        moved = reassigned(base, absent)
+        assert all(moved.owners(expert) for expert in range(7))
+        assert all(not moved.experts_by_node[node] for node in absent)
+        sizes = [len(experts) for node, experts in enumerate(moved.experts_by_node) if node not in absent]
+        assert max(sizes) - min(sizes) <= 1
