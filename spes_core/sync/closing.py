@@ -211,7 +211,7 @@ class Closing:
         if factor is None:
             return ()
         found = self._lengths(now, nodes)
-        return tuple(nodes[place] for place in quarantined(found.shared, factor, found.experts))
+        return tuple(nodes[place] for place in quarantined(found.shared, factor, found.own))
 
     def _scales(self, now: Round, decision: Decision) -> dict[int, float] | None:
         if self._config.aggregate.rule != "clipped":

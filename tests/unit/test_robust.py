@@ -77,10 +77,15 @@ def test_an_update_that_is_not_clipped_passes_bitwise() -> None:
     """old + (x − old) would not always be x."""
     old, value = np.array([1e8], dtype=np.float32), np.array([1e-8], dtype=np.float32)
     out = np.empty(1, dtype=np.float32)
-    combine("clipped", old, [value], [1], AggregateConfig(rule="clipped"), (1.0,), out, SCRATCH)
-    assert out.tobytes() == value.tobytes()
-    combine("clipped", old, [value], [1], AggregateConfig(rule="clipped"), (0.0,), out, SCRATCH)
-    assert out.tobytes() == old.tobytes()
+
+    def clip(*scales: float) -> bytes:
+        values, tokens = [value] * len(scales), [1] * len(scales)
+        combine("clipped", old, values, tokens, AggregateConfig(rule="clipped"), scales, out, SCRATCH)
+        return out.tobytes()
+
+    assert clip(1.0, 1.0) == value.tobytes()
+    assert clip(0.0, 0.0) == old.tobytes()
+    assert clip(0.0) == value.tobytes()  # with one trainer there is nobody to compare it with
 
 
 def test_clip_scales_by_hand() -> None:
