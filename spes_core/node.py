@@ -9,18 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor
 
 from spes_core import snapshots
-from spes_core.address import read_address
-from spes_core.checkpoint import model_metadata, save_weights
-from spes_core.config import RunConfig, digest
+from spes_core.checkpoint import save_final
+from spes_core.config import RunConfig
 from spes_core.data.batches import TokenSource
 from spes_core.errors import ConfigError, Problem, SpesError
 from spes_core.events import Events, EventWriter, NoEvents
@@ -28,7 +26,7 @@ from spes_core.initial import fill, initial_weights
 from spes_core.model import counting
 from spes_core.model.decoder import Decoder
 from spes_core.processlife import die_with_parent
-from spes_core.protocol.client import SyncClient
+from spes_core.protocol.connect import connect
 from spes_core.runfile import RunFile
 from spes_core.sync.codec import Values
 from spes_core.train import parallel
@@ -49,11 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end when the process that started this one ends"
     )
+    parser.add_argument("--allow-plaintext", action="store_true", help="call a server elsewhere unencrypted")
     arguments = parser.parse_args(argv)
     if arguments.die_with_parent:
         die_with_parent()
     try:
-        run_node(RunFile.load(arguments.run), arguments.run.parent, arguments.node)
+        run = RunFile.load(arguments.run)
+        run = replace(run, allow_plaintext=run.allow_plaintext or arguments.allow_plaintext)
+        run_node(run, arguments.run.parent, arguments.node)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -212,17 +213,6 @@ def write_collective(events: Events, config: RunConfig) -> None:
     events.write("collective", steps=config.total_steps, bytes_sent=sent, basis="ring formula")
 
 
-def save_final(run: RunFile, trial_dir: Path, tensors: Mapping[str, Tensor], name: str) -> None:
-    """Keep the trained weights of the trial, with what they are and where they come from."""
-    config = run.config
-    origin = {
-        "trial": run.trial,
-        "config_digest": digest(config),
-        "tokens": str(config.total_steps * config.tokens_per_step),
-    }
-    save_weights(trial_dir / "weights" / name, tensors, origin | model_metadata(config.model))
-
-
 def _train_in_rounds(
     run: RunFile,
     trial_dir: Path,
@@ -240,8 +230,8 @@ def _train_in_rounds(
     if group is not None and group.rank > 0:
         train(FollowingExchange(group, model.pieces))
         return
-    with SyncClient(read_address(run.server_address, trial_dir), config, node) as client:
-        exact, experts = flat_initial_weights(config), model.decoder.trained_experts
+    exact, experts = flat_initial_weights(config), model.decoder.trained_experts
+    with connect(run, trial_dir, node) as client:
         exchange = Exchange(client, weights, config.make_partition(), node, config, exact=exact, experts=experts)
         train(LeadingExchange(exchange, weights) if isinstance(weights, DividedWeights) else exchange)
 

@@ -9,7 +9,13 @@ from typing import Protocol
 from spes_core.sync.messages import DownloadManifest, HeartbeatReply, Hello, RoundSummary, Welcome
 
 PayloadOf = Callable[[int], memoryview]
-"""The encoded tensor with this index; asked for in canonical order, once, and valid until the next one is asked for."""
+"""The encoded tensor with this index, valid until the next one is asked for.
+
+Asked for in canonical order, every tensor at least once, in a thread of the client's. When a connection was lost it is
+asked again from an earlier tensor on, and must then give the same bytes. So it changes nothing that it reads: the
+residual of an error feedback, and the sender's own adoption of the decoded values, are committed after `Client.upload`
+has returned.
+"""
 
 
 class Sink(Protocol):
