@@ -51,6 +51,7 @@ def five(**changes: object) -> RunConfig:
         "model": {"num_experts": 5},
         "merge": {"enabled": False},
         "optim": {"lr": 1e-2},
+        "validation": {"max_sequences": 10},
         "checkpoint": {"interval_rounds": 0},
     }
     return tiny(**{**settings, **changes})
