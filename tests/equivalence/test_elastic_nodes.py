@@ -126,7 +126,9 @@ def test_a_late_node_drops_its_round_and_goes_on_from_a_snapshot(codec: str, tmp
 
 
 @pytest.mark.parametrize(("codec", "frozen"), [("float32", "float32"), ("int8", "bfloat16"), ("float32", "bfloat16")])
-def test_experts_of_a_lost_node_are_trained_by_others_until_it_is_back(codec: str, frozen: str, tmp_path: Path) -> None:
+def test_experts_of_a_lost_node_are_trained_by_others_until_it_is_back(
+    codec: str, frozen: str, tmp_path: Path
+) -> None:
     config = tiny(
         budget_tokens=20 * 8 * 16,
         round={"quorum": 0.5, "timeout_s": 0.3, "reassign_after": 1},
