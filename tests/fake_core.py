@@ -52,6 +52,7 @@ class FakeCore:
         self.framing: list[int] = []
         self.restarts = 0
         self.closed = 0
+        self.waiting = 0
         self.failure: str | None = None
         self.stale_rounds: set[int] = set()
         self.condition = threading.Condition()
@@ -175,11 +176,15 @@ class FakeDownload:
 
     def chunks(self, chunk_bytes: int) -> Iterator[tuple[int, int, memoryview]]:
         with self.core.condition:
-            while not self.core.is_released:
-                self.core.check()
-                if self.is_cancelled():
-                    raise ProtocolError("the node went away")
-                self.core.condition.wait(5)
+            self.core.waiting += 1
+            try:
+                while not self.core.is_released:
+                    self.core.check()
+                    if self.is_cancelled():
+                        raise ProtocolError("the node went away")
+                    self.core.condition.wait(5)
+            finally:
+                self.core.waiting -= 1
         for tensor in self.manifest.tensors:
             data = self.core.results.get(tensor, bytes(4 * self.core.schema[tensor].num_elements))
             for offset, length in RAW.chunks(len(data), chunk_bytes):

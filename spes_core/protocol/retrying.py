@@ -13,6 +13,10 @@ from spes_core.errors import ProtocolError, Refused, RoundFailed, SpesError, Sta
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 
+CLOSED_AT_ONCE = (
+    "A server with certificates closes connections like this one when the caller has none, or one that is not of the"
+    " same `credentials` command: see `credentials` in run.json."
+)
 _LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 # What gRPC says of a connection that was cut in the middle of a call, depending on where.
 _LOST_WORDS = ("RST_STREAM", "Stream removed", "Socket closed", "Connection reset", "GOAWAY")
@@ -40,10 +44,11 @@ class Patience:
             self._lost_at_s = now_s
         left_s = self._lost_at_s + self._limit_s - now_s
         if left_s <= 0:
+            hint = f" {CLOSED_AT_ONCE}" if "Socket closed" in reason else ""
             raise Unreachable(
                 f"the server at {address} cannot be reached, after trying for {now_s - self._lost_at_s:.1f} s"
                 f" ({reason}); see whether it runs and what its log says, start it again, then this node: both go on"
-                " from what they have stored"
+                f" from what they have stored.{hint}"
             )
         if stop.wait(min(self._pause_s, left_s)):
             raise ended_from_within(address)
@@ -78,6 +83,9 @@ def translated(error: Any, address: str) -> SpesError:
         return StaleRound(details)
     if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.NOT_FOUND):
         return Refused(details)
+    if is_lost(error):
+        hint = f" {CLOSED_AT_ONCE}" if "Socket closed" in str(details) else ""
+        return Unreachable(f"no server answers at {address} ({details}).{hint}")
     if code == grpc.StatusCode.UNAVAILABLE:
         return Unreachable(
             f"the server at {address} and this node do not accept each other's encryption ({details}); both need"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import xxhash
 
@@ -23,6 +24,8 @@ class Sending:
         self.wire, self.chunk_bytes = wire, chunk_bytes
         self.stored_bytes = -1
         """The farthest that the server has said to be."""
+        self.prefixes: list[tuple[int, Any]] = []
+        """For each tensor encoded so far, in order: the bytes up to its end, and their running digest."""
         self.payload_bytes = 0
         self.framing_bytes = 0
         self.serialise_s = 0.0
@@ -75,17 +78,24 @@ class Attempt:
                 first, payload, at = 0, None, 0
         for index in range(first, len(tensors)):
             if payload is None:
-                payload = self._encoded(tensors[index])
+                payload = self._encoded(index)
             for offset, length in self._sending.wire.chunks(len(payload), self._sending.chunk_bytes, at):
                 yield self._pack(Kind.CHUNK, payload[offset : offset + length], tensors[index], offset)
             payload, at = None, 0
         yield self._pack(Kind.END)
 
     def _compare(self, ready: UploadReady) -> tuple[int, memoryview | None, int, bool]:
-        """Whether the bytes that the server has are ours, and where they end: tensor, its payload, bytes into it."""
+        """Whether the bytes that the server has are ours, and where they end: tensor, its payload, bytes into it.
+
+        Of tensors that were encoded before, the digest is remembered: they are not asked for again, since their results
+        may have replaced them meanwhile.
+        """
         tensors, left_bytes, hasher = self._sending.tensors, ready.offset_bytes, xxhash.xxh3_64()
-        for index, tensor in enumerate(tensors):
-            payload = self._encoded(tensor)
+        known_prefixes = [prefix for prefix in self._sending.prefixes if prefix[0] <= ready.offset_bytes]
+        if known_prefixes:
+            left_bytes, hasher = ready.offset_bytes - known_prefixes[-1][0], known_prefixes[-1][1].copy()
+        for index in range(len(known_prefixes), len(tensors)):
+            payload = self._encoded(index)
             began_s = time.perf_counter()
             known = min(left_bytes, len(payload))
             hasher.update(payload[:known])
@@ -95,12 +105,18 @@ class Attempt:
                 return index, payload, known, left_bytes == 0 and hasher.hexdigest() == ready.prefix_digest
         return len(tensors), None, 0, left_bytes == 0 and hasher.hexdigest() == ready.prefix_digest
 
-    def _encoded(self, tensor: int) -> memoryview:
+    def _encoded(self, index: int) -> memoryview:
+        """The payload of one of the tensors."""
+        prefixes = self._sending.prefixes
         with self._encoding:
             if self._is_ended:
                 raise _EndedError
             began_s = time.perf_counter()
-            payload = self._sending.payload_of(tensor)
+            payload = self._sending.payload_of(self._sending.tensors[index])
+            if index == len(prefixes):
+                size, hasher = (prefixes[-1][0], prefixes[-1][1].copy()) if prefixes else (0, xxhash.xxh3_64())
+                hasher.update(payload)
+                prefixes.append((size + len(payload), hasher))
             self._sending.serialise_s += time.perf_counter() - began_s
             return payload
 

@@ -12,9 +12,9 @@ PayloadOf = Callable[[int], memoryview]
 """The encoded tensor with this index, valid until the next one is asked for.
 
 Asked for in canonical order, every tensor at least once, in a thread of the client's. When a connection was lost it is
-asked again from an earlier tensor on, and must then give the same bytes. So it changes nothing that it reads: the
-residual of an error feedback, and the sender's own adoption of the decoded values, are committed after `Client.upload`
-has returned.
+asked again from the tensor on in which what the server has stored ends, and must then give the same bytes. Where the
+server has lost what it had stored, it is asked from the first tensor on: a node that has already adopted results of the
+round can then only refuse.
 """
 
 

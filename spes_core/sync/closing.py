@@ -67,6 +67,10 @@ class Closing:
             except RoundFailed as error:
                 self._monitor.fail(str(error))
                 raise
+            except Exception as error:
+                # Whoever waits for this thread must not wait for ever.
+                self._monitor.fail(f"round {now.index} could not be closed: {error!r}")
+                raise
         self._wait_delivered()
 
     # Forming the weights of one round
@@ -169,7 +173,9 @@ class Closing:
                 self._wait_open(now, lambda: self._may_decide(now))
                 taking_part = self._taking_part(now)
             else:
+                # Decided before a restart: those who had only begun their upload begin it again.
                 taking_part = now.decision.nodes
+                self._wait_open(now, lambda: now.begun.issuperset(taking_part))
         if now.decision is None:
             left_out = self._quarantined(now, taking_part)
             nodes = tuple(node for node in taking_part if node not in left_out)

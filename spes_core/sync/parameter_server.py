@@ -155,8 +155,7 @@ class ParameterServer:
                 return Upload(self, now, manifest, attempt, None)
             # An earlier, broken attempt lets go of the file first.
             self._monitor.wait(lambda: not part.is_writing, lambda: part.attempt != attempt)
-            if now.groups_done == 0:
-                part.tokens = manifest.tokens
+            part.tokens = manifest.tokens
             return Upload(self, now, manifest, attempt, self.journal.open_upload(now.index, node))
 
     def open_download(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> Download:
@@ -390,8 +389,7 @@ class ParameterServer:
             return f"its codec is {manifest.codec!r}; wire.dtype is {self.wire.name!r}"
         if manifest.tensors != self.trained_by(node, now.index):
             return "the announced tensors are not the ones that it trains"
-        is_used = part is not None and (part.is_complete or now.groups_done > 0)
-        if part is not None and is_used and part.tokens != manifest.tokens:
+        if part is not None and (part.is_complete or now.decision is not None) and part.tokens != manifest.tokens:
             return f"its new attempt at round {now.index} claims {manifest.tokens} tokens, the first one {part.tokens}"
         return None
 

@@ -17,7 +17,8 @@ SCHEMA = small_schema(CONFIG)
 def test_the_flat_buffer_is_merged_layer_by_layer_as_the_loop_does() -> None:
     state = GlobalState(SCHEMA, OuterConfig(), initial_values(CONFIG))
     before = {spec.name: state.tensor(index).copy() for index, spec in enumerate(SCHEMA)}
-    state.merge(2, 0.25)
+    for layer in range(CONFIG.model.num_layers):
+        state.merge(layer, 2, 0.25)
     after = {spec.name: state.tensor(index) for index, spec in enumerate(SCHEMA)}
     for layer in range(CONFIG.model.num_layers):
         names = {
@@ -42,8 +43,9 @@ def test_the_digest_is_that_of_the_values_in_canonical_order() -> None:
     assert len(digest) == 16
 
 
-def test_without_outer_optimizer_the_model_is_held_once() -> None:
-    state = GlobalState(SCHEMA, OuterConfig(), initial_values(CONFIG))
-    assert state.mean is state.values
+def test_only_what_a_setting_needs_is_held_beside_the_model() -> None:
     state = GlobalState(SCHEMA, OuterConfig(kind="sgd"), initial_values(CONFIG))
-    assert not np.shares_memory(state.mean, state.values)
+    assert state.momentum is None and state.residual is None
+    state = GlobalState(SCHEMA, OuterConfig(kind="nesterov"), initial_values(CONFIG), has_residual=True)
+    assert state.momentum is not None and state.residual is not None
+    assert not state.momentum.any() and not state.residual.any()
