@@ -17,7 +17,7 @@ FILES = sorted(STUDIES.glob("*.yaml"))
 
 
 def test_studies_ship() -> None:
-    assert {"quickstart", "sync_interval", "wire_codecs"} <= {path.stem for path in FILES}
+    assert {"quickstart", "sync_interval", "wire_codecs", "faulty_node"} <= {path.stem for path in FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -36,6 +36,18 @@ def test_shipped_study_says_what_it_costs(path: Path) -> None:
     trials = len(expand(read_study(path)))
     assert first.startswith(f"# Cost: {trials} trials")
     assert f"({path.name})" in (STUDIES / "README.md").read_text()
+
+
+def test_faulty_node_puts_every_rule_and_quarantine_to_the_same_fault() -> None:
+    variants = expand(read_study(STUDIES / "faulty_node.yaml"))
+    by_arm = {arm: [v.config for v in variants if v.arm.name == arm] for arm in {v.arm.name for v in variants}}
+    rules = {"mean", "clipped", "trimmed", "median"}
+    for kind in ("noise", "sign_flip"):
+        assert {config.aggregate.rule for config in by_arm["full"] if config.faults.kind == kind} == rules
+        assert [c.aggregate.quarantine_factor for c in by_arm["sparse_quarantine"] if c.faults.kind == kind] == [3.0]
+    assert {config.faults.kind for arm in ("healthy", "sparse_healthy") for config in by_arm[arm]} == {"none"}
+    faults = {config.faults for configs in by_arm.values() for config in configs if config.faults.kind != "none"}
+    assert len({(fault.node, fault.scale, fault.from_round) for fault in faults}) == 1
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ _AXES = {
     "optim.lr": ("learning rate", "learning rate"),
     "outer.lr": ("outer learning rate", "outer learning rate"),
     "wire.dtype": ("wire dtype", "type of tensors on the wire"),
+    "aggregate.rule": ("rule", "rule by which the nodes' values become one"),
+    "faults.kind": ("fault", "what the faulty node sends instead of its update"),
 }
 _METRICS = {
     "eval/loss": ("validation loss", "nats per token"),
