@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.report import (
+    bandwidth,
     checks,
     curves,
     figures,
@@ -55,6 +56,7 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
             _sentence(observations.communication(analysis)),
             wire.bytes_figure(analysis),
             None if leads_with_bytes else against_bytes,
+            bandwidth.bandwidth_figure(analysis),
             checks.prediction_bytes_table(evidence),
         ),
         _section("learning", "Learning curves", curves.curves_figure(analysis)),
