@@ -9,18 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
-from torch import Tensor
 
 from spes_core import snapshots
-from spes_core.address import read_address
-from spes_core.checkpoint import model_metadata, save_weights
-from spes_core.config import RunConfig, digest
+from spes_core.checkpoint import save_final
+from spes_core.config import RunConfig
 from spes_core.data.batches import TokenSource
 from spes_core.errors import ConfigError, Problem, SpesError
 from spes_core.events import Events, EventWriter, NoEvents
@@ -28,14 +26,16 @@ from spes_core.initial import fill, initial_weights
 from spes_core.model import counting
 from spes_core.model.decoder import Decoder
 from spes_core.processlife import die_with_parent
-from spes_core.protocol.client import SyncClient
+from spes_core.protocol.connect import connect
 from spes_core.runfile import RunFile
+from spes_core.sync.codec import Values
 from spes_core.train import parallel
 from spes_core.train.allocator import keep_freed_memory
 from spes_core.train.exchange import Exchange, FollowingExchange, LeadingExchange
-from spes_core.train.loop import Place, RoundExchange, Training
+from spes_core.train.loop import Place, Training
 from spes_core.train.parallel import Group, Piece
 from spes_core.train.resume import Checkpoints
+from spes_core.train.surroundings import RoundExchange
 from spes_core.train.weights import DividedWeights, LocalWeights, follow
 
 
@@ -47,11 +47,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end when the process that started this one ends"
     )
+    parser.add_argument("--allow-plaintext", action="store_true", help="call a server elsewhere unencrypted")
     arguments = parser.parse_args(argv)
     if arguments.die_with_parent:
         die_with_parent()
     try:
-        run_node(RunFile.load(arguments.run), arguments.run.parent, arguments.node)
+        run = RunFile.load(arguments.run)
+        run = replace(run, allow_plaintext=run.allow_plaintext or arguments.allow_plaintext)
+        run_node(run, arguments.run.parent, arguments.node)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -82,7 +85,8 @@ def run_node(run: RunFile, trial_dir: Path, node: int) -> None:
     path = trial_dir / "events" / f"{participant}.jsonl"
     events: Events = EventWriter(path, checkpoints.events_bytes) if records else NoEvents()
     try:
-        model = build_model(config, node, device, group)
+        experts = checkpoints.experts or config.make_partition().experts_by_node[node]
+        model = build_model(config, experts, device, group)
         write_start(events, model.decoder, rank if by_gradients else node, device, run.threads)
         if config.sync.exchange == "rounds":
             _train_in_rounds(run, trial_dir, node, model, events, device, checkpoints)
@@ -136,15 +140,14 @@ def training(
     )
 
 
-def build_model(config: RunConfig, node: int, device: torch.device, group: Group | None) -> Model:
-    """The model of one node with its initial weights, which are the same on all nodes.
+def build_model(config: RunConfig, experts: Sequence[int], device: torch.device, group: Group | None) -> Model:
+    """The model of a node that trains ``experts``, with its initial weights, which are the same on all nodes.
 
     In a group the decoder gets its memory only after it is divided, and its values tensor by tensor: no rank ever holds
     more than its part and one whole tensor.
     """
-    experts = config.make_partition().experts_by_node[node]
     if group is None:
-        decoder = build_decoder(config, node, device)
+        decoder = build_decoder(config, experts, device)
         return Model(decoder, LocalWeights(decoder.tensors()), None, [])
     with torch.device("meta"):
         decoder = Decoder(config.model, experts, compute=config.compute, frozen=config.frozen)
@@ -157,9 +160,8 @@ def build_model(config: RunConfig, node: int, device: torch.device, group: Group
     return Model(decoder, DividedWeights(group, pieces, shapes), group, pieces)
 
 
-def build_decoder(config: RunConfig, node: int, device: torch.device) -> Decoder:
-    """The undivided decoder of one node with its initial weights, which are the same on all nodes."""
-    experts = config.make_partition().experts_by_node[node]
+def build_decoder(config: RunConfig, experts: Sequence[int], device: torch.device) -> Decoder:
+    """The undivided decoder of a node that trains ``experts``, with its initial weights."""
     decoder = Decoder(config.model, experts, compute=config.compute, frozen=config.frozen)
     fill(decoder, initial_weights(config))
     return decoder.to(device)
@@ -211,17 +213,6 @@ def write_collective(events: Events, config: RunConfig) -> None:
     events.write("collective", steps=config.total_steps, bytes_sent=sent, basis="ring formula")
 
 
-def save_final(run: RunFile, trial_dir: Path, tensors: Mapping[str, Tensor], name: str) -> None:
-    """Keep the trained weights of the trial, with what they are and where they come from."""
-    config = run.config
-    origin = {
-        "trial": run.trial,
-        "config_digest": digest(config),
-        "tokens": str(config.total_steps * config.tokens_per_step),
-    }
-    save_weights(trial_dir / "weights" / name, tensors, origin | model_metadata(config.model))
-
-
 def _train_in_rounds(
     run: RunFile,
     trial_dir: Path,
@@ -234,24 +225,36 @@ def _train_in_rounds(
     config, group, weights = run.config, model.group, model.weights
 
     def train(exchange: Exchange | LeadingExchange | FollowingExchange) -> None:
-        # A checkpoint is taken up first: the server is then joined with its weights.
-        steps = training(run, model, events, node, device, checkpoints, exchange=exchange)
-        exchange.join(checkpoints.round)
-        steps.run()
+        training(run, model, events, node, device, checkpoints, exchange=exchange).run()
 
     if group is not None and group.rank > 0:
         train(FollowingExchange(group, model.pieces))
         return
-    with SyncClient(read_address(run.server_address, trial_dir), config, node) as client:
-        exchange = Exchange(client, weights, config.make_partition(), node, config)
+    exact, experts = flat_initial_weights(config), model.decoder.trained_experts
+    with connect(run, trial_dir, node) as client:
+        exchange = Exchange(client, weights, config.make_partition(), node, config, exact=exact, experts=experts)
         train(LeadingExchange(exchange, weights) if isinstance(weights, DividedWeights) else exchange)
 
 
+def flat_initial_weights(config: RunConfig) -> Callable[[str], Values]:
+    """A function from a tensor's name to its initial values, flat float32."""
+    initial = initial_weights(config)
+
+    def flat(name: str) -> Values:
+        values: Values = initial(name).reshape(-1).numpy()
+        return values
+
+    return flat
+
+
 def _save_final(run: RunFile, trial_dir: Path, node: int, model: Model) -> None:
-    """Store the weights of the trial once; without any exchange those of each node."""
-    is_own = run.config.sync.exchange == "none"
-    if not is_own and node != 0:
+    """Store the trained weights: one file, or without any exchange one of each node.
+
+    With rounds the server does: it has them exactly, and need not bring ranks together.
+    """
+    if run.config.sync.exchange == "rounds":
         return
+    is_own = run.config.sync.exchange == "none"
     name = f"final-node-{node}.safetensors" if is_own else "final.safetensors"
     if model.group is None:
         save_final(run, trial_dir, model.decoder.tensors(), name)

@@ -29,7 +29,10 @@ class RunFile:
     threads: int = 1
     """Intra-operation threads of one process."""
     credentials: str | None = None
-    """Folder of this run's certificates and join token (spes_core.protocol.credentials); null: neither, on loopback."""
+    """Folder of this run's certificates and join token (spes_core.protocol.credentials); null: no encryption, which is
+    for one machine, and a token that the server leaves beside run.json."""
+    allow_plaintext: bool = False
+    """Whether server and nodes may talk unencrypted beyond one machine; the flag --allow-plaintext says so too."""
 
     def save(self, path: Path) -> None:
         """Write the file (its folder must exist)."""

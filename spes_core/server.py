@@ -1,4 +1,5 @@
-"""The parameter server process: `python -m spes_core.server RUN.json`.
+"""The parameter server process: `python -m spes_core.server RUN.json`. Around it two commands: `credentials DIR` makes
+certificates and a join token (`protocol.credentials`), `status ADDR` asks a server (`protocol.status`).
 
 Writes its address and process id to server.address, its events to events/server.jsonl, what nodes upload to rounds/
 and the final weights to weights/final.safetensors, all beside RUN.json. Started again, it goes on from its newest
@@ -9,12 +10,12 @@ when SIGTERM stops it before that or a checkpoint is damaged, 2 when it cannot s
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -33,8 +34,8 @@ from spes_core.events import EventWriter
 from spes_core.initial import initial_weights
 from spes_core.model.counting import tensor_shapes
 from spes_core.processlife import die_with_parent, rss_peak_bytes
-from spes_core.protocol import channel
-from spes_core.protocol.servicer import SyncServicer
+from spes_core.protocol import channel, credentials, status
+from spes_core.protocol.servicer import Opening, SyncServicer, num_threads
 from spes_core.runfile import RunFile
 from spes_core.schedules import checkpoint_steps, merge_steps, round_steps
 from spes_core.sync.codec import Values
@@ -51,14 +52,23 @@ _FAREWELL_S = 5.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the process; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m spes_core.server", description="The parameter server of one run.")
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and (command := _COMMANDS.get(arguments[0])):
+        return command(arguments[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m spes_core.server",
+        description="The parameter server of one run.",
+        epilog="Further commands: credentials DIR, status ADDR; each has a --help of its own.",
+    )
     parser.add_argument("run", type=Path, metavar="RUN.json", help="what to run; its folder takes events and address")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
+    parser.add_argument("--allow-plaintext", action="store_true", help="listen beyond this machine unencrypted")
     options = parser.parse_args(arguments)
     if options.die_with_parent:
         die_with_parent()
     try:
         run = RunFile.load(options.run)
+        run = replace(run, allow_plaintext=run.allow_plaintext or options.allow_plaintext)
         check_servable(run)
         torch.set_num_threads(run.threads)
         serve(run, options.run.parent)
@@ -75,8 +85,7 @@ def serve(run: RunFile, folder: Path) -> None:
     """Serve the run to its end. Raises ConfigError when the address cannot be used, RoundFailed when a round fails."""
     # A former server's address must not lead this run's nodes astray.
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
-    server = grpc.server(ThreadPoolExecutor(_num_threads(run.config)), options=channel.OPTIONS)
-    port = bind(server, run.server_address)
+    listening = Listening(run, folder)
     standing, first_value = _take_up(run.config, folder)
     events = EventWriter(folder / "events" / "server.jsonl")
     events.write("start", pid=os.getpid())
@@ -86,14 +95,13 @@ def serve(run: RunFile, folder: Path) -> None:
     core = ParameterServer(run.config, schema, first_value, events.write, folder / "rounds", standing, due)
     with _StopSignal(core):
         try:
-            _start(server, core, run.config)
-            address = f"{run.server_address.rpartition(':')[0]}:{port}"
-            _write_atomically(folder / ADDRESS_FILE, f"{address}\n{os.getpid()}\n")
-            events.write("listening", address=address)
+            listening.open(core)
+            _write_atomically(folder / ADDRESS_FILE, f"{listening.address}\n{os.getpid()}\n")
+            events.write("listening", address=listening.address)
             core.run(lambda standing: _store(run.config, folder, core.state, standing))
             _save_final(run, folder, schema, core.state)
         finally:
-            server.stop(_FAREWELL_S).wait()
+            listening.close()
             rounds = core.rounds_closed
             steps = round_steps(run.config)[:rounds]
             merges = len(set(merge_steps(run.config)) & set(steps))
@@ -106,41 +114,44 @@ def check_servable(run: RunFile) -> None:
     exchange, address = run.config.sync.exchange, run.server_address
     if exchange != "rounds":
         raise _wrong("sync.exchange", f'("{exchange}") must be "rounds" for a server to have work')
-    host, separator, port = address.rpartition(":")
+    _, separator, port = address.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65535:
         raise _wrong("server_address", f'("{address}") must be host:port, for instance 127.0.0.1:0')
-    if not _is_loopback(host):
-        reason = "the connection is not encrypted and whoever reaches the port could take part"
-        raise _wrong("server_address", f'("{address}") must be a loopback address such as 127.0.0.1: {reason}')
+    if run.credentials is None:
+        channel.require_private("server_address", address, run.allow_plaintext)
 
 
-def bind(server: grpc.Server, address: str) -> int:
-    """Bind to "host:port" (0: any free port); the port. Raises ConfigError when it is in use."""
-    try:
-        port, reason = server.add_insecure_port(address), "no port was given"
-    except RuntimeError as error:
-        port, reason = 0, str(error)
-    if port == 0:
-        advice = "is the port in use? Choose another, or 0 for any free one"
-        raise _wrong("server_address", f'("{address}") cannot be listened on; {advice} ({reason})')
-    return int(port)
+class Listening:
+    """The open port of a run: says from the start that it is not ready, and serves once there is a core."""
 
+    def __init__(self, run: RunFile, folder: Path) -> None:
+        """Raises ConfigError when the port cannot be used."""
+        self._config, self._credentials = run.config, credentials.of_server(run.credentials, folder)
+        # Threads of the health service; the requests of nodes have their own.
+        self._server = grpc.server(ThreadPoolExecutor(4), options=channel.OPTIONS)
+        port = channel.bind(self._server, run.server_address, self._credentials, run.allow_plaintext)
+        self.address = f"{run.server_address.rpartition(':')[0]}:{port}"
+        self._opening, self._health = Opening(), health.HealthServicer()
+        self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._server.add_generic_rpc_handlers((self._opening,))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.start()
 
-def _start(server: grpc.Server, core: ParameterServer, config: RunConfig) -> None:
-    server.add_generic_rpc_handlers((SyncServicer(core, config.wire.chunk_bytes),))
-    servicer = health.HealthServicer()
-    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    server.start()
+    def open(self, core: ParameterServer) -> None:
+        """Serve the core."""
+        threads = ThreadPoolExecutor(num_threads(self._config.nodes), thread_name_prefix="request")
+        token, chunk_bytes = self._credentials.token, self._config.wire.chunk_bytes
+        self._opening.servicer = SyncServicer(core, chunk_bytes, token, threads)
+        self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    def close(self) -> None:
+        """Serve nothing new, and let answers that are under way go out."""
+        self._health.enter_graceful_shutdown()
+        self._server.stop(_FAREWELL_S).wait()
 
 
 def _wrong(path: str, message: str) -> ConfigError:
     return ConfigError([Problem(path, message)])
-
-
-def _num_threads(config: RunConfig) -> int:
-    """Requests served at once: per node one that waits and one that replaces a broken one, and a few for joins."""
-    return 2 * config.nodes + 8
 
 
 def _initial(config: RunConfig) -> Callable[[str], Values]:
@@ -208,15 +219,6 @@ def _save_final(run: RunFile, folder: Path, schema: Schema, state: GlobalState) 
     save_final(run, folder, tensors, "final.safetensors")
 
 
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
 def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
@@ -241,6 +243,9 @@ class _StopSignal:
 
     def _stop(self, number: int, _: object) -> None:
         self._core.fail(f"the server was stopped ({signal.Signals(number).name})")
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"credentials": credentials.main, "status": status.main}
 
 
 if __name__ == "__main__":

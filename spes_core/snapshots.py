@@ -6,10 +6,11 @@ The folder of a trial holds, beside what `node` and `server` write::
     checkpoints/<participant>/<step>.json        its manifest, written last: without it the checkpoint does not exist
 
 Each participant (the server, every rank) stores its own part, flushed to the disk and renamed into place, and keeps the
-newest two or more. Processes that depend on one another go on from the newest step that all of them have; since they
-are never more than one checkpoint apart, there is one from the first checkpoint on. The order of the data, the
-learning rate and the merges are pure functions of the step, and no random number is drawn in training, so a run that
-goes on gives the bits of a run that never stopped. Needs no third-party package.
+newest two or more. Ranks that divide one model go on from the newest step that all of them have; since they are never
+more than one checkpoint apart, there is one from the first checkpoint on. Nodes and server go on each from its own: the
+server keeps the uploads and results of the rounds that a node may have to repeat. The order of the data, the learning
+rate and the merges are pure functions of the step, and no random number is drawn in training, so a run that goes on
+gives the bits of a run that never stopped. Needs no third-party package.
 """
 
 from __future__ import annotations
@@ -57,23 +58,24 @@ def node_name(config: RunConfig, node: int, rank: int) -> str:
 
 
 def peers(config: RunConfig, participant: str) -> list[str]:
-    """The participants that must go on from the same step as this one, itself included."""
+    """The participants that must go on from the same step as this one, itself included: the ranks of one model."""
     if config.sync.exchange == "gradients":
         return [node_name(config, 0, rank) for rank in range(config.world_size)]
-    by_node = [
-        [node_name(config, node, rank) for rank in range(config.parallel.ranks_per_node)]
-        for node in range(config.nodes)
-    ]
-    if config.sync.exchange == "none":
-        return next(names for names in by_node if participant in names)
-    return ["server", *(name for names in by_node for name in names)]
+    return next(names for names in _models(config) if participant in names)
 
 
 def participants(config: RunConfig) -> list[str]:
     """Everyone in the run who stores checkpoints."""
-    if config.sync.exchange != "none":
+    if config.sync.exchange == "gradients":
         return peers(config, "")
-    return [name for node in range(config.nodes) for name in peers(config, node_name(config, node, 0))]
+    return [name for names in _models(config) for name in names]
+
+
+def _models(config: RunConfig) -> list[list[str]]:
+    """Who keeps a copy of the global model together: the server alone, and the ranks of each node."""
+    ranks = range(config.parallel.ranks_per_node)
+    by_node = [[node_name(config, node, rank) for rank in ranks] for node in range(config.nodes)]
+    return [["server"], *by_node] if config.sync.exchange == "rounds" else by_node
 
 
 def resume_step(config: RunConfig, trial_dir: Path, participant: str) -> int:
@@ -144,7 +146,7 @@ def load(trial_dir: Path, participant: str, step: int) -> tuple[Manifest, Path]:
     if found != known.data_sha256:
         raise DataError(
             f"{data} is damaged (SHA-256 {found[:16]}, stored as {known.data_sha256[:16]}); remove {path} and start"
-            " all processes again: they then continue from an older checkpoint"
+            " again: it then continues from an older checkpoint"
         )
     return known, data
 

@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "partition",
             "rules",
             "schedules",
+            "wireformat",
             "events",
             "filedigest",
             "link",

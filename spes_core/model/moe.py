@@ -161,8 +161,9 @@ class Experts(nn.Module):
         super().__init__()
         compute = compute or ComputeConfig()
         trained = tuple(trained_experts)
-        frozen = tuple(expert for expert in range(config.num_experts) if expert not in trained)
+        frozen = _others(trained, config.num_experts)
         self.locations = _locations(trained, frozen)
+        self._frozen_dtype = frozen_dtype
         self.plan = Plan(
             trained,
             config.num_experts,
@@ -194,6 +195,33 @@ class Experts(nn.Module):
         bank, row = self.bank_of(expert, matrix)
         return bank.detach()[row]
 
+    @torch.no_grad()
+    def redivide(self, trained_experts: Sequence[int]) -> None:
+        """Train these experts (ascending) from now on. Parameters stay the same objects where a bank stays.
+
+        Not where the banks are divided over ranks. Gradients are dropped.
+        """
+        trained, old = tuple(trained_experts), self.locations
+        frozen = _others(trained, len(old))
+        for matrix in ("gate_up", "down"):
+            rows = [self.tensor(expert, matrix) for expert in range(len(old))]
+            for bank, experts in (("trained", trained), ("frozen", frozen)):
+                dtype = torch.float32 if bank == "trained" else self._frozen_dtype
+                values = torch.empty((len(experts), *rows[0].shape), dtype=dtype, device=rows[0].device)
+                for row, expert in enumerate(experts):
+                    values[row] = rows[expert]
+                self._replace(f"{bank}_{matrix}", values if experts else None, is_trained=bank == "trained")
+        self.locations = _locations(trained, frozen)
+        self.plan = replace(self.plan, trained=trained)
+        self._grouped_plan = replace(self.plan, staged=True)
+
+    def _replace(self, name: str, values: Tensor | None, *, is_trained: bool) -> None:
+        parameter = getattr(self, name)
+        if parameter is None or values is None:
+            self.register_parameter(name, None if values is None else nn.Parameter(values, requires_grad=is_trained))
+            return
+        parameter.grad, parameter.data = None, values
+
     def bank_of(self, expert: int, matrix: str) -> tuple[nn.Parameter, int]:
         """The bank that holds one matrix of one expert, and its row there."""
         is_trained, row = self.locations[expert]
@@ -202,6 +230,10 @@ class Experts(nn.Module):
 
 Locations = tuple[tuple[bool, int], ...]
 """For each expert: whether it is in the trained bank, and its row there."""
+
+
+def _others(experts: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
+    return tuple(expert for expert in range(num_experts) if expert not in experts)
 
 
 def _locations(trained: tuple[int, ...], frozen: tuple[int, ...]) -> Locations:

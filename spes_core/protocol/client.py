@@ -1,54 +1,76 @@
-"""A node's side of the wire: join the run, upload what was trained, download what is lacking."""
+"""A node's side of the wire: join, upload what was trained, download what is lacking, through lost connections."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 import grpc
 
 from spes_core.config import RunConfig
-from spes_core.errors import ProtocolError, Refused, RoundFailed, SpesError, Unreachable
-from spes_core.protocol import channel, frames
-from spes_core.protocol.frames import HEADER_BYTES, Kind
-from spes_core.protocol.servicer import SERVICE
+from spes_core.errors import ProtocolError, SpesError
+from spes_core.protocol import frames
+from spes_core.protocol.channel import Line, NoServerError
+from spes_core.protocol.credentials import OPEN, Credentials
+from spes_core.protocol.frames import Kind
+from spes_core.protocol.receiving import Confirmation, Receiving
+from spes_core.protocol.retrying import Patience, ended_from_within, is_lost, is_unknown_session, translated
+from spes_core.protocol.sending import Attempt, Sending
 from spes_core.protocol.translate import from_bytes, to_bytes
 from spes_core.sync.client import DownloadReport, PayloadOf, Sink, UploadReport
 from spes_core.sync.messages import (
-    DownloadManifest,
     DownloadRequest,
+    Heartbeat,
+    HeartbeatReply,
     Hello,
     Receipt,
     Schema,
     UploadManifest,
+    UploadReady,
     Welcome,
 )
-from spes_core.sync.transfer import FORMATS, Transfer
+from spes_core.sync.transfer import FORMATS
 
 CONNECT_TIMEOUT_S = 60.0
 """How long `join` waits for a server that does not listen yet."""
+_ANSWER_TIMEOUT_S = 30.0
+"""How long the answer to one small request may take before it is asked again."""
+_CONFIRM_S = 5.0
+"""How long a node that has everything tries to say so."""
 
 
 class SyncClient:
-    """One node's connection to the server; implements `spes_core.sync.client.Client`. Used by one thread.
+    """One node's connection to the server; implements `spes_core.sync.client.Client`.
 
-    Payload bytes are encoded tensors; framing bytes are the frame headers and manifests around them. Requests, receipts
-    and confirmations, some 200 bytes a round, and what gRPC and TCP add are not counted.
+    A lost connection is tried again for round.retry_s without progress, and transfers go on where they stopped; also
+    when it is the server that was started again, which this client then joins once more by itself.
+
+    Payload bytes are encoded tensors; framing bytes are the frame headers, manifests and summaries around them.
+    Requests, receipts and confirmations, some 300 bytes a round, and what gRPC and TCP add are not counted.
     """
 
     def __init__(
-        self, address: str, config: RunConfig, node: int, connect_timeout_s: float = CONNECT_TIMEOUT_S
+        self,
+        address: str | Callable[[], str],
+        config: RunConfig,
+        node: int,
+        credentials: Credentials = OPEN,
+        *,
+        allow_plaintext: bool = False,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
     ) -> None:
-        """``address`` is "host:port". Nothing is sent before `join`."""
-        self._address, self._node, self._connect_timeout_s = address, node, connect_timeout_s
+        """``address`` is "host:port", or tells it whenever a connection is made. Nothing is sent before `join`."""
+        self._line = Line(address, credentials, allow_plaintext)
+        self._node, self._connect_timeout_s, self._token = node, connect_timeout_s, credentials.token
         self._wire, self._chunk_bytes = FORMATS[config.wire.dtype], config.wire.chunk_bytes
-        self._channel = grpc.insecure_channel(address, options=channel.OPTIONS)
-        # No serialisers: every message is bytes as it is.
-        self._join = self._channel.unary_unary(f"/{SERVICE}/Join", None, None)
-        self._upload = self._channel.stream_unary(f"/{SERVICE}/Upload", None, None)
-        self._download = self._channel.stream_stream(f"/{SERVICE}/Download", None, None)
+        self._retry_s = config.round.retry_s
+        self._lock, self._joining = threading.Lock(), threading.Lock()
+        self._stop = threading.Event()
+        self._calls: list[Any] = []
+        self._hello: Hello | None = None
         self._schema: Schema = ()
         self._session = b""
 
@@ -61,176 +83,233 @@ class SyncClient:
     def join(self, hello: Hello) -> Welcome:
         """See `spes_core.sync.client.Client`; waits for the server to listen."""
         assert hello.node == self._node
-        try:
-            reply = self._join(to_bytes(hello), timeout=self._connect_timeout_s, wait_for_ready=True)
-        except grpc.RpcError as error:
-            raise self._translated(error) from error
-        welcome = from_bytes(Welcome, reply)
-        self._schema, self._session = hello.schema, welcome.session
-        return welcome
+        hello = replace(hello, token=self._token)
+        patience, stop = Patience(self._connect_timeout_s), self._stop
+        while True:
+            try:
+                return self._join(hello)
+            except (grpc.RpcError, NoServerError) as error:
+                self._recover(error, patience, stop, self._session)
 
     def upload(
-        self, *, round: int, step: int, tokens: int, tensors: tuple[int, ...], payload_of: PayloadOf
+        self,
+        *,
+        round: int,
+        step: int,
+        tokens: int,
+        tensors: tuple[int, ...],
+        payload_of: PayloadOf,
+        safe_round: int = 0,
     ) -> UploadReport:
         """See `spes_core.sync.client.Client`."""
+        began_s = time.perf_counter()
+        self._going_on_with(round)
+        sending = Sending(tensors, payload_of, self._wire, self._chunk_bytes)
         manifest = UploadManifest(
             node=self._node,
-            session=self._session,
+            session=b"",
             round=round,
             step=step,
             tokens=tokens,
             codec=self._wire.name,
             tensors=tensors,
+            safe_round=safe_round,
         )
-        outgoing = _Outgoing(manifest, payload_of, self._wire.chunks, self._chunk_bytes)
-        began_s = time.perf_counter()
-        try:
-            reply = self._upload(iter(outgoing))
-        except grpc.RpcError as error:
-            raise outgoing.error or self._translated(error) from error
-        elapsed_s = time.perf_counter() - began_s
-        receipt = from_bytes(Receipt, reply)
-        elsewhere_s = outgoing.serialise_s + receipt.blocked_s + receipt.aggregate_s + receipt.close_s
+        patience, stop = Patience(self._retry_s), self._stop
+        while True:
+            session = self._session
+            try:
+                self._upload_once(replace(manifest, session=session), sending, patience, stop)
+                break
+            except (grpc.RpcError, NoServerError) as error:
+                if sending.error is not None:
+                    raise sending.error from error
+                self._recover(error, patience, stop, session)
         return UploadReport(
-            payload_bytes=outgoing.payload_bytes,
-            framing_bytes=outgoing.framing_bytes,
-            serialise_s=outgoing.serialise_s,
-            transfer_s=max(0.0, elapsed_s - elsewhere_s),
-            wait_s=receipt.blocked_s,
-            aggregate_s=receipt.aggregate_s,
+            payload_bytes=sending.payload_bytes,
+            framing_bytes=sending.framing_bytes,
+            serialise_s=sending.serialise_s,
+            transfer_s=max(0.0, time.perf_counter() - began_s - sending.serialise_s),
         )
 
     def download(self, *, round: int, sink: Sink) -> DownloadReport:
         """See `spes_core.sync.client.Client`."""
-        request = to_bytes(DownloadRequest(node=self._node, session=self._session, round=round))
-        confirmation = _Confirmation(frames.pack(Kind.REQUEST, request))
-        began_s = time.perf_counter()
-        call: Any = self._download(iter(confirmation))
+        return self._receive(round, sink, is_snapshot=False)
+
+    def snapshot(self, *, round: int, sink: Sink) -> DownloadReport:
+        """See `spes_core.sync.client.Client`."""
+        return self._receive(round, sink, is_snapshot=True)
+
+    def heartbeat(self, step: int) -> HeartbeatReply | None:
+        """See `spes_core.sync.client.Client`."""
+        session = self._session
+        beat = Heartbeat(node=self._node, session=session, step=step)
         try:
-            message = next(call)
-            manifest = from_bytes(DownloadManifest, frames.unpack(message, Kind.MANIFEST).payload)
-            opened_s = time.perf_counter()
-            sink.begin(manifest)
-            payload_bytes, chunks, serialise_s = self._receive(call, manifest, sink)
-            confirmation.give()
-            if next(call, None) is not None:
-                raise ProtocolError(f"the server at {self._address} sent more than it announced")
+            reply = self._line.connected().heartbeat(to_bytes(beat), timeout=_ANSWER_TIMEOUT_S)
+            return from_bytes(HeartbeatReply, reply)
         except grpc.RpcError as error:
-            raise self._translated(error) from error
-        except StopIteration as error:
-            raise ProtocolError(f"the server at {self._address} ended a download early") from error
-        finally:
-            confirmation.withdraw()
+            if is_unknown_session(error):
+                self._join_again(session)
+                return None
+            if is_lost(error):
+                return None
+            raise translated(error, self._line.address) from error
+        except NoServerError:
+            return None
+
+    def abort(self) -> None:
+        """See `spes_core.sync.client.Client`."""
+        with self._lock:
+            self._stop.set()
+            self._stop = threading.Event()
+            calls = list(self._calls)
+        for call in calls:
             call.cancel()
-        work_s = manifest.aggregate_s + manifest.merge_s
-        return DownloadReport(
-            manifest=manifest,
-            payload_bytes=payload_bytes,
-            framing_bytes=len(message) + (chunks + 1) * HEADER_BYTES,
-            serialise_s=serialise_s,
-            transfer_s=max(0.0, time.perf_counter() - opened_s - serialise_s),
-            wait_s=max(0.0, opened_s - began_s - work_s),
-        )
 
     def close(self) -> None:
         """Close the connection; requests in progress are cancelled."""
-        self._channel.close()
+        self.abort()
+        self._line.close()
 
-    def _receive(self, call: Iterator[bytes], manifest: DownloadManifest, sink: Sink) -> tuple[int, int, float]:
-        """Pass every chunk to the sink; (payload bytes, chunks, seconds of checking and copying)."""
-        transfer = self._make_transfer(manifest)
-        payload_bytes, chunks, serialise_s = 0, 0, 0.0
-        while True:
-            message = next(call)
-            began_s = time.perf_counter()
-            frame = frames.unpack(message)
-            if frame.kind != Kind.CHUNK:
-                break
-            transfer.accept(frame.tensor, frame.offset, len(frame.payload))
-            sink.write(frame.tensor, frame.offset, frame.payload)
-            payload_bytes += len(frame.payload)
-            chunks += 1
-            serialise_s += time.perf_counter() - began_s
-        if frame.kind != Kind.END:
-            raise ProtocolError(f"a frame of kind {frame.kind.name} came inside a download")
-        transfer.finish()
-        return payload_bytes, chunks, serialise_s
+    # One attempt
 
-    def _make_transfer(self, manifest: DownloadManifest) -> Transfer:
-        if manifest.codec != self._wire.name or any(index >= len(self._schema) for index in manifest.tensors):
-            raise ProtocolError(f"the server at {self._address} announced a codec or tensors that were not agreed on")
-        sizes_bytes = [self._wire.encoded_bytes(self._schema[index].num_elements) for index in manifest.tensors]
-        return Transfer(manifest.tensors, sizes_bytes, self._wire.block_bytes)
+    def _join(self, hello: Hello) -> Welcome:
+        welcome = from_bytes(Welcome, self._line.connected().join(to_bytes(hello), timeout=_ANSWER_TIMEOUT_S))
+        self._hello, self._schema, self._session = hello, hello.schema, welcome.session
+        return welcome
 
-    def _translated(self, error: Any) -> SpesError:
-        """The error that a failed call stands for."""
-        code, details = error.code(), error.details()
-        if code == grpc.StatusCode.ABORTED:
-            return RoundFailed(details)
-        if code == grpc.StatusCode.FAILED_PRECONDITION:
-            return Refused(details)
-        if code == grpc.StatusCode.UNAVAILABLE:
-            return Unreachable(f"the server at {self._address} went away or cannot be reached ({details})")
-        if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-            return Unreachable(f"no server answered at {self._address} within {self._connect_timeout_s:g} s")
-        return ProtocolError(f"the call to the server at {self._address} failed: {code.name}: {details}")
-
-
-class _Outgoing:
-    """The messages of one upload, made one at a time as gRPC takes them (in a thread of its own)."""
-
-    def __init__(self, manifest: UploadManifest, payload_of: PayloadOf, chunks: Any, chunk_bytes: int) -> None:
-        self._manifest, self._payload_of, self._chunks = manifest, payload_of, chunks
-        self._chunk_bytes = chunk_bytes
-        self.payload_bytes = 0
-        self.framing_bytes = 0
-        self.serialise_s = 0.0
-        self.error: Exception | None = None
-        """What went wrong while encoding: gRPC itself would only say that the call was cancelled."""
-
-    def __iter__(self) -> Iterator[bytes]:
+    def _upload_once(
+        self, manifest: UploadManifest, sending: Sending, patience: Patience, stop: threading.Event
+    ) -> None:
+        attempt = Attempt(sending, to_bytes(manifest))
+        call = self._begin(self._line.connected().upload, iter(attempt), stop)
         try:
-            yield self._timed(Kind.MANIFEST, to_bytes(self._manifest))
-            for tensor in self._manifest.tensors:
-                began_s = time.perf_counter()
-                payload = self._payload_of(tensor)
-                self.serialise_s += time.perf_counter() - began_s
-                for offset, length in self._chunks(len(payload), self._chunk_bytes):
-                    yield self._timed(Kind.CHUNK, payload[offset : offset + length], tensor, offset)
-            yield self._timed(Kind.END, b"")
-        except Exception as error:
-            self.error = error
-            raise
+            ready = from_bytes(UploadReady, self._answer(call, Kind.READY))
+            if ready.offset_bytes > sending.stored_bytes:
+                sending.stored_bytes = ready.offset_bytes
+                patience.progress()
+            attempt.go_on(ready)
+            from_bytes(Receipt, self._answer(call, Kind.RECEIPT))
+        finally:
+            attempt.end()
+            self._end(call)
 
-    def _timed(self, kind: Kind, payload: bytes | memoryview, tensor: int = 0, offset: int = 0) -> bytes:
+    def _receive(self, round: int, sink: Sink, *, is_snapshot: bool) -> DownloadReport:
         began_s = time.perf_counter()
-        message = frames.pack(kind, payload, tensor=tensor, offset=offset)
-        if kind == Kind.CHUNK:
-            self.payload_bytes += len(payload)
-        self.framing_bytes += len(message) - (len(payload) if kind == Kind.CHUNK else 0)
-        self.serialise_s += time.perf_counter() - began_s
-        return message
+        self._going_on_with(round)
+        receiving = Receiving(sink, self._schema, FORMATS["float32"] if is_snapshot else self._wire)
+        patience, confirming, stop = Patience(self._retry_s), Patience(_CONFIRM_S), self._stop
+        while True:
+            session = self._session
+            request = DownloadRequest(
+                node=self._node,
+                session=session,
+                round=round,
+                is_snapshot=is_snapshot,
+                offset_bytes=receiving.payload_bytes,
+            )
+            try:
+                self._receive_once(request, receiving, patience, stop)
+                break
+            except (grpc.RpcError, SpesError) as error:
+                if receiving.summary is not None:
+                    patience = confirming
+                try:
+                    self._recover(error, patience, stop, session)
+                except SpesError:
+                    if receiving.summary is None:
+                        raise
+                    break  # It has everything; only its confirmation could not be delivered.
+        return self._report(receiving, time.perf_counter() - began_s)
 
+    def _receive_once(
+        self, request: DownloadRequest, receiving: Receiving, patience: Patience, stop: threading.Event
+    ) -> None:
+        confirmation = Confirmation(to_bytes(request))
+        call = self._begin(self._line.connected().download, iter(confirmation), stop)
+        try:
+            receiving.take(call, patience.progress)
+            confirmation.give()
+            if next(call, None) is not None:
+                raise ProtocolError(f"the server at {self._line.address} sent more than it announced")
+        finally:
+            confirmation.withdraw()
+            self._end(call)
 
-class _Confirmation:
-    """A request, and after it, once everything is applied, the confirmation."""
+    @staticmethod
+    def _report(receiving: Receiving, elapsed_s: float) -> DownloadReport:
+        manifest, summary = receiving.manifest, receiving.summary
+        assert manifest is not None and summary is not None
+        left_s = max(0.0, elapsed_s - receiving.serialise_s)
+        wait_s = min(summary.wait_s, left_s)
+        server_s = summary.aggregate_s + summary.merge_s
+        return DownloadReport(
+            manifest=manifest,
+            summary=summary,
+            payload_bytes=receiving.payload_bytes,
+            framing_bytes=receiving.framing_bytes,
+            serialise_s=receiving.serialise_s,
+            transfer_s=max(0.0, left_s - wait_s - server_s),
+            wait_s=wait_s,
+        )
 
-    def __init__(self, request: bytes) -> None:
-        self._request = request
-        self._decided = threading.Event()
-        self._is_given = False
+    # Calls in progress, and what to do when one fails
 
-    def __iter__(self) -> Iterator[bytes]:
-        yield self._request
-        self._decided.wait()
-        if self._is_given:
-            yield frames.pack(Kind.CONFIRM)
+    def _begin(self, method: Callable[..., Any], messages: Any, stop: threading.Event) -> Any:
+        """Start a call that `abort` can end."""
+        call = method(messages)
+        with self._lock:
+            self._calls.append(call)
+        if stop.is_set():
+            call.cancel()
+        return call
 
-    def give(self) -> None:
-        """Send the confirmation."""
-        self._is_given = True
-        self._decided.set()
+    def _end(self, call: Any) -> None:
+        call.cancel()
+        with self._lock:
+            self._calls.remove(call)
 
-    def withdraw(self) -> None:
-        """Send none, if it has not been given."""
-        self._decided.set()
+    def _answer(self, call: Any, kind: Kind) -> memoryview:
+        """The payload of the server's next frame."""
+        message = next(call, None)
+        if message is None:
+            raise ProtocolError(f"the server at {self._line.address} ended an upload without a receipt")
+        return frames.unpack(message, kind).payload
+
+    def _going_on_with(self, round: int) -> None:
+        """Remember the round, in case the server is started again and must be joined once more."""
+        assert self._hello is not None, "join first"
+        self._hello = replace(self._hello, round=round)
+
+    def _recover(self, error: Exception, patience: Patience, stop: threading.Event, session: bytes) -> None:
+        """Return when the failed call is worth another attempt; raise what it stands for when it is not."""
+        address = self._line.address
+        if stop.is_set():
+            raise ended_from_within(address) from error
+        if isinstance(error, NoServerError):
+            patience.pause(address, str(error), stop)
+            return
+        if not isinstance(error, grpc.RpcError):
+            raise error
+        if self._session != session:
+            return  # Another thread has joined again meanwhile.
+        if is_unknown_session(error):
+            patience.pause(address, "the server was started again", stop)
+            self._join_again(session)
+        elif is_lost(error):
+            patience.pause(address, f"{error.code().name}: {error.details()}", stop)
+        else:
+            raise translated(error, address) from error
+
+    def _join_again(self, session: bytes) -> None:
+        """Join a server that was started again, unless another thread has. A lost connection is left to the caller."""
+        with self._joining:
+            if self._session != session or self._hello is None:
+                return
+            try:
+                self._join(self._hello)
+            except NoServerError:
+                return
+            except grpc.RpcError as error:
+                if not is_lost(error):
+                    raise translated(error, self._line.address) from error

@@ -5,8 +5,8 @@ One gRPC message is one frame: a header of 32 bytes, little-endian, then the pay
     magic "SPES" · version u8 · kind u8 · zero u16 · tensor u32 · offset u64 · length u32 · checksum u64
 
 ``tensor`` is an index into the joined schema and ``offset`` a position in its encoded bytes (both 0 except for CHUNK);
-``length`` is the payload's; the checksum is XXH3-64 over the header before it and the payload. Nothing is ever
-unpickled, and a payload is only looked at once the header has been checked.
+``length`` is the payload's; the checksum is XXH3-64 of the payload, seeded with XXH3-64 of the header before it.
+Nothing is ever unpickled, and a payload is only looked at once the header has been checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import xxhash
 
 from spes_core.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_PAYLOAD_BYTES = 4 << 20
 """Largest payload of one frame: the upper bound of wire.chunk_bytes."""
 
@@ -38,6 +38,12 @@ class Kind(enum.IntEnum):
     END = 3
     REQUEST = 4
     CONFIRM = 5
+    READY = 6
+    RESTART = 7
+    RECEIPT = 8
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 class Frame(NamedTuple):
@@ -51,7 +57,7 @@ class Frame(NamedTuple):
 
 def pack(kind: Kind, payload: bytes | memoryview = b"", *, tensor: int = 0, offset: int = 0) -> bytes:
     """The message for one frame: the one copy of the payload on this side that gRPC's interface makes necessary."""
-    assert len(payload) <= MAX_PAYLOAD_BYTES
+    assert len(payload) <= MAX_PAYLOAD_BYTES, f"a frame of {len(payload)} bytes"
     fields = _FIELDS.pack(_MAGIC, VERSION, kind, 0, tensor, offset, len(payload))
     return b"".join((fields, _CHECKSUM.pack(_checksum(fields, payload)), payload))
 
@@ -75,14 +81,14 @@ def unpack(message: bytes, kind: Kind | None = None) -> Frame:
     (checksum,) = _CHECKSUM.unpack_from(message, _FIELDS.size)
     if checksum != _checksum(memoryview(message)[: _FIELDS.size], payload):
         raise ProtocolError(f"the checksum of a frame (tensor {tensor}, byte {offset}, {length} bytes) is wrong")
-    if zero or number not in Kind._value2member_map_:
+    found = _KINDS.get(number)
+    if zero or found is None:
         raise ProtocolError(f"a frame has the unknown kind {number}")
-    if kind is not None and number != kind:
-        raise ProtocolError(f"a frame of kind {Kind(number).name} came where {kind.name} was due")
-    return Frame(Kind(number), tensor, offset, payload)
+    if kind is not None and found != kind:
+        raise ProtocolError(f"a frame of kind {found.name} came where {kind.name} was due")
+    return Frame(found, tensor, offset, payload)
 
 
 def _checksum(fields: bytes | memoryview, payload: bytes | memoryview) -> int:
-    checksum = xxhash.xxh3_64(fields)
-    checksum.update(payload)
-    return checksum.intdigest()
+    checksum: int = xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(fields))
+    return checksum

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dspes_core/protocol/sync.proto\x12\tspes.sync\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\xc3\x01\n\x0bJoinRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\r\x12\x11\n\tnum_nodes\x18\x03 \x01(\r\x12\x15\n\rconfig_digest\x18\x04 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x05 \x01(\t\x12\x15\n\rschema_digest\x18\x06 \x01(\t\x12%\n\x06schema\x18\x07 \x03(\x0b\x32\x15.spes.sync.TensorSpec\x12\x0f\n\x07\x65xperts\x18\x08 \x03(\r\";\n\tJoinReply\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"|\n\x0eUploadManifest\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x01(\x04\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x0f\n\x07tensors\x18\x07 \x03(\r\"_\n\rUploadReceipt\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12\x11\n\tblocked_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x61ggregate_s\x18\x03 \x01(\x01\x12\x0f\n\x07\x63lose_s\x18\x04 \x01(\x01\"?\n\x0f\x44ownloadRequest\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\r\n\x05round\x18\x03 \x01(\r\"\xa5\x01\n\x10\x44ownloadManifest\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\x04\x12\r\n\x05\x63odec\x18\x04 \x01(\t\x12\x0f\n\x07tensors\x18\x05 \x03(\r\x12\x0e\n\x06merged\x18\x06 \x01(\x08\x12\x13\n\x0b\x61ggregate_s\x18\x07 \x01(\x01\x12\x0f\n\x07merge_s\x18\x08 \x01(\x01\x12\x0e\n\x06\x64igest\x18\t \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dspes_core/protocol/sync.proto\x12\tspes.sync\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\xe1\x01\n\x0bJoinRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\r\x12\x11\n\tnum_nodes\x18\x03 \x01(\r\x12\x15\n\rconfig_digest\x18\x04 \x01(\t\x12\x13\n\x0b\x63onfig_json\x18\x05 \x01(\t\x12\x15\n\rschema_digest\x18\x06 \x01(\t\x12%\n\x06schema\x18\x07 \x03(\x0b\x32\x15.spes.sync.TensorSpec\x12\x0f\n\x07\x65xperts\x18\x08 \x03(\r\x12\r\n\x05round\x18\t \x01(\x11\x12\r\n\x05token\x18\n \x01(\t\"L\n\tJoinReply\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0f\n\x07\x65xperts\x18\x04 \x03(\r\"\x90\x01\n\x0eUploadManifest\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\r\n\x05round\x18\x03 \x01(\r\x12\x0c\n\x04step\x18\x04 \x01(\x04\x12\x0e\n\x06tokens\x18\x05 \x01(\x04\x12\r\n\x05\x63odec\x18\x06 \x01(\t\x12\x0f\n\x07tensors\x18\x07 \x03(\r\x12\x12\n\nsafe_round\x18\x08 \x01(\r\"O\n\x0bUploadReady\x12\x14\n\x0coffset_bytes\x18\x01 \x01(\x04\x12\x15\n\rprefix_digest\x18\x02 \x01(\t\x12\x13\n\x0bis_complete\x18\x03 \x01(\x08\"7\n\rUploadReceipt\x12\x15\n\rpayload_bytes\x18\x01 \x01(\x04\x12\x0f\n\x07store_s\x18\x02 \x01(\x01\"j\n\x0f\x44ownloadRequest\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\r\n\x05round\x18\x03 \x01(\r\x12\x13\n\x0bis_snapshot\x18\x04 \x01(\x08\x12\x14\n\x0coffset_bytes\x18\x05 \x01(\x04\"p\n\x10\x44ownloadManifest\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05\x63odec\x18\x03 \x01(\t\x12\x0f\n\x07tensors\x18\x04 \x03(\r\x12\x0e\n\x06merged\x18\x05 \x01(\x08\x12\x0f\n\x07\x65xperts\x18\x06 \x03(\r\"\x93\x01\n\x0cRoundSummary\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\r\n\x05nodes\x18\x03 \x03(\r\x12\x0f\n\x07\x65xperts\x18\x04 \x03(\r\x12\x13\n\x0b\x61ggregate_s\x18\x05 \x01(\x01\x12\x0f\n\x07merge_s\x18\x06 \x01(\x01\x12\x0e\n\x06wait_s\x18\x07 \x01(\x01\x12\x0e\n\x06\x64igest\x18\x08 \x01(\t\"?\n\x10HeartbeatRequest\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\x1f\n\x0eHeartbeatReply\x12\r\n\x05round\x18\x01 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TENSORSPEC']._serialized_start=44
   _globals['_TENSORSPEC']._serialized_end=100
   _globals['_JOINREQUEST']._serialized_start=103
-  _globals['_JOINREQUEST']._serialized_end=298
-  _globals['_JOINREPLY']._serialized_start=300
-  _globals['_JOINREPLY']._serialized_end=359
-  _globals['_UPLOADMANIFEST']._serialized_start=361
-  _globals['_UPLOADMANIFEST']._serialized_end=485
-  _globals['_UPLOADRECEIPT']._serialized_start=487
-  _globals['_UPLOADRECEIPT']._serialized_end=582
-  _globals['_DOWNLOADREQUEST']._serialized_start=584
-  _globals['_DOWNLOADREQUEST']._serialized_end=647
-  _globals['_DOWNLOADMANIFEST']._serialized_start=650
-  _globals['_DOWNLOADMANIFEST']._serialized_end=815
+  _globals['_JOINREQUEST']._serialized_end=328
+  _globals['_JOINREPLY']._serialized_start=330
+  _globals['_JOINREPLY']._serialized_end=406
+  _globals['_UPLOADMANIFEST']._serialized_start=409
+  _globals['_UPLOADMANIFEST']._serialized_end=553
+  _globals['_UPLOADREADY']._serialized_start=555
+  _globals['_UPLOADREADY']._serialized_end=634
+  _globals['_UPLOADRECEIPT']._serialized_start=636
+  _globals['_UPLOADRECEIPT']._serialized_end=691
+  _globals['_DOWNLOADREQUEST']._serialized_start=693
+  _globals['_DOWNLOADREQUEST']._serialized_end=799
+  _globals['_DOWNLOADMANIFEST']._serialized_start=801
+  _globals['_DOWNLOADMANIFEST']._serialized_end=913
+  _globals['_ROUNDSUMMARY']._serialized_start=916
+  _globals['_ROUNDSUMMARY']._serialized_end=1063
+  _globals['_HEARTBEATREQUEST']._serialized_start=1065
+  _globals['_HEARTBEATREQUEST']._serialized_end=1128
+  _globals['_HEARTBEATREPLY']._serialized_start=1130
+  _globals['_HEARTBEATREPLY']._serialized_end=1161
 # @@protoc_insertion_point(module_scope)

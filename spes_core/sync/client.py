@@ -9,7 +9,13 @@ from typing import Protocol
 from spes_core.sync.messages import DownloadManifest, HeartbeatReply, Hello, RoundSummary, Welcome
 
 PayloadOf = Callable[[int], memoryview]
-"""The encoded tensor with this index; asked for in canonical order, once, and valid until the next one is asked for."""
+"""The encoded tensor with this index, valid until the next one is asked for.
+
+Asked for in canonical order, every tensor at least once, in a thread of the client's. When a connection was lost it is
+asked again from the tensor on in which what the server has stored ends, and must then give the same bytes. Where the
+server has lost what it had stored, it is asked from the first tensor on: a node that has already adopted results of the
+round can then only refuse.
+"""
 
 
 class Sink(Protocol):

@@ -151,6 +151,8 @@ class DownloadRequest:
     round: int
     is_snapshot: bool = False
     """Whether all tensors are wanted, exactly, as they are at the beginning of ``round``, the open one."""
+    offset_bytes: int = 0
+    """Bytes of the encoded tensors, end to end, that the node has from an earlier attempt: they are not sent again."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,125 +8,30 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spes_core import schedules
 from spes_core.config import RunConfig
-from spes_core.errors import Diverged
+from spes_core.errors import Diverged, StaleRound
 from spes_core.events import Events
 from spes_core.model.decoder import Decoder
 from spes_core.processlife import rss_peak_bytes
 from spes_core.train import footprint
 from spes_core.train.clock import Clock
-from spes_core.train.exchange import RoundReport
+from spes_core.train.exchange import Entry
+from spes_core.train.heartbeats import Heartbeats
 from spes_core.train.step import StepMetrics, make_optimizer, train_step
+from spes_core.train.surroundings import BatchSource as BatchSource
+from spes_core.train.surroundings import Checkpointing, OneRank, Ranks, RoundExchange
+from spes_core.train.surroundings import Place as Place
 from spes_core.train.validate import validate
 
 _VALIDATION_BATCH_SEQUENCES = 16
-
-
-class BatchSource(Protocol):
-    """What the loop needs of `data.batches.TokenSource`."""
-
-    def train_batch(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
-        """(tokens_BT, targets_BT) of one participant in one step."""
-
-    def validation_batches(
-        self, part: int, parts: int, batch_sequences: int, max_sequences: int
-    ) -> Sequence[tuple[Tensor, Tensor, int]]:
-        """(tokens_BT, targets_BT, bytes of text behind the targets) of one participant."""
-
-
-class RoundExchange(Protocol):
-    """What the loop needs of `train.exchange.Exchange`."""
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Host memory that a round takes beside the model."""
-
-    def run_round(self, round: int, step: int, tokens: int) -> RoundReport:
-        """Exchange trained tensors for the new global model, in place."""
-
-
-class Ranks(Protocol):
-    """What the loop needs of `train.parallel.Group`: numbers over all ranks of a node, of which rank 0 records them."""
-
-    size: int
-
-    def sums(self, values: Sequence[float]) -> list[float]:
-        """Sum of each number over the ranks."""
-
-    def maxima(self, values: Sequence[float]) -> list[float]:
-        """Largest of each number over the ranks."""
-
-
-class Checkpointing(Protocol):
-    """What the loop needs of `train.resume.Checkpoints`."""
-
-    step: int
-    """The step from which to go on; 0 for a fresh start."""
-
-    def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is stored after ``step``."""
-
-    def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Set weights and moments in place; returns what `save` got as ``others`` and ``values``."""
-
-    def save(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        others: dict[str, Tensor],
-        values: dict[str, Any],
-        *,
-        step: int,
-        round: int,
-        events_bytes: int,
-    ) -> None:
-        """Store a checkpoint."""
-
-
-class OneRank:
-    """A participant that records for itself alone."""
-
-    size = 1
-
-    def sums(self, values: Sequence[float]) -> list[float]:
-        """See `Ranks`."""
-        return list(values)
-
-    def maxima(self, values: Sequence[float]) -> list[float]:
-        """See `Ranks`."""
-        return list(values)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which share of the data this participant reads, and of the validation it computes."""
-
-    part: int
-    """Index of this participant among ``parts``."""
-    parts: int
-    """Number of participants that divide each global batch."""
-    validation_part: int
-    """Index among ``validation_parts``; differs from ``part`` when everyone validates a model of its own."""
-    validation_parts: int
-    """Number of participants that divide the validation set."""
-
-    @classmethod
-    def of(cls, config: RunConfig, node: int, rank: int) -> Place:
-        """The place of one rank of a node; when they exchange gradients ``rank`` counts all, and ``node`` is 0."""
-        ranks, parts = config.group_size, config.world_size
-        if config.sync.exchange == "none":
-            return cls(node * ranks + rank, parts, rank, ranks)
-        # A node reads a run of each global batch, but every nodes-th validation sequence, whatever its ranks.
-        return cls(node * ranks + rank, parts, rank * (parts // ranks) + node, parts)
 
 
 @dataclass
@@ -175,34 +80,57 @@ class Training:
         self._since_log = _SinceLog()
         self._ranks = ranks or OneRank()
         self._checkpoints = checkpoints
+        self._round_steps = schedules.round_steps(config) if exchange is not None else []
+        self._next_round = 0
+        """The round that the local steps are taken for."""
+        self._round_began_s, self._steps_in_round = 0.0, 0
+        self._steps_taken = 0
+        """Fewer than the steps that have passed, where a node was late."""
         self._first_step = 1
         if checkpoints is not None and checkpoints.step:
             self._resume(checkpoints)
-        self._tokens_per_step = config.tokens_per_step // place.parts * self._ranks.size
+        self._step_now = self._first_step - 1
+        """Steps that have passed."""
+
+    @property
+    def _tokens_per_step(self) -> int:
+        """Training tokens of this participant in one step."""
+        data = self.config.data
+        return data.global_batch_sequences // self.place.parts * self._ranks.size * data.sequence_length
 
     def run(self) -> None:
-        """Take every step of the configuration, then write the closing events."""
+        """Take every step of the run that is left: rounds, validations and checkpoints when due.
+
+        Raises Diverged when the training loss is no longer finite, and what an exchange raises.
+        """
+        if self.exchange is None:
+            self._run()
+            return
+        self._enter(self.exchange)
+        with Heartbeats(self.exchange.heartbeat, self.config.round.heartbeat_s, lambda: self._step_now):
+            self._run()
+
+    def _run(self) -> None:
         config = self.config
-        total_steps = config.total_steps
-        round_steps, validation_steps = schedules.round_steps(config), set(schedules.validation_steps(config))
-        due_rounds = {step: index for index, step in enumerate(round_steps)}
-        previous_round_step = max((step for step in round_steps if step < self._first_step), default=0)
+        total_steps, validation_steps = config.total_steps, set(schedules.validation_steps(config))
         if self._first_step == 1:
             self.clock, self._since_log = Clock(), _SinceLog()
-        for step in range(self._first_step, total_steps + 1):
+        self._round_began_s = time.perf_counter()
+        while self._step_now < total_steps:
+            self._step_now += 1
+            step = self._step_now
             self._step(step)
-            if step == 1:
+            if self._steps_taken == 1:
                 self.events.write("first_step")
             if step % config.log.interval_steps == 0 or step == total_steps:
                 self._log(step)
-            if step in due_rounds and self.exchange is not None:
-                self._round(due_rounds[step], step, step - previous_round_step)
-                previous_round_step = step
-            if step in validation_steps:
-                self._validate(step)
-            if self._checkpoints is not None and self._checkpoints.is_due(step):
-                self._store(self._checkpoints, step, due_rounds.get(step, -1) + 1)
-        self._close(total_steps)
+            if self.exchange is not None and self._is_round_due(step):
+                self._round(self.exchange, step)
+            if self._step_now in validation_steps:
+                self._validate(self._step_now)
+            if self._checkpoints is not None and self._checkpoints.is_due(self._step_now):
+                self._store(self._checkpoints, self._step_now)
+        self._close()
 
     def _step(self, step: int) -> None:
         optim = self.config.optim
@@ -211,7 +139,8 @@ class Training:
         batch = (tokens_BT.to(self._device), targets_BT.to(self._device))
         size = self.config.micro_batch_sequences
         micro_batches = [tuple(item[at : at + size] for item in batch) for at in range(0, len(tokens_BT), size)]
-        with self.clock.phase("compute"), self._saved.measure(batch) if step == self._first_step else nullcontext():
+        is_first = step == self._first_step
+        with self.clock.phase("compute"), self._saved.measure(batch) if is_first else nullcontext():
             metrics = train_step(
                 self.decoder,
                 self.optimizer,
@@ -220,6 +149,8 @@ class Training:
                 optim.clip_norm,
                 schedules.learning_rate(optim, step, self.config.total_steps),
             )
+        self._steps_taken += 1
+        self._steps_in_round += 1
         self._since_log.steps += 1
         self._since_log.metrics.append(metrics)
 
@@ -250,13 +181,77 @@ class Training:
         if not math.isfinite(loss_nats):
             raise Diverged(f"the training loss is {loss_nats} by step {step}: the run has diverged; lower optim.lr")
 
-    def _round(self, round: int, step: int, steps: int) -> None:
-        assert self.exchange is not None
+    def _enter(self, exchange: RoundExchange) -> None:
+        """Join, and go where the server says."""
+        exchange.safe_round = self._next_round
+        entry = exchange.join(self._next_round)
+        if entry.is_snapshot:
+            self._skip_to(entry, self._first_step - 1)
+            self._first_step = self._step_now + 1
+        self._take_experts(exchange, entry.experts, self._first_step - 1)
+
+    def _is_round_due(self, step: int) -> bool:
+        """After the round's last step, or once its local steps have taken the time that they may (all ranks agree)."""
+        if step == self._round_steps[self._next_round]:
+            return True
+        limit_s = self.config.round.local_time_s
+        if limit_s is None:
+            return False
+        (elapsed_s,) = self._ranks.maxima([time.perf_counter() - self._round_began_s])
+        return elapsed_s >= limit_s
+
+    def _round(self, exchange: RoundExchange, step: int) -> None:
+        """Exchange what was trained; afterwards all steps up to the round's last one have passed."""
+        round, due_step = self._next_round, self._round_steps[self._next_round]
         with self._outside_training():
-            report = self.exchange.run_round(round, step, steps * self._tokens_per_step)
+            try:
+                report = exchange.run_round(round, due_step, self._steps_in_round * self._tokens_per_step)
+            except StaleRound as stale:
+                self._rejoin(exchange, step, str(stale))
+                return
         for phase in ("serialise", "transfer", "wait", "merge", "aggregate"):
             self.clock.add(phase, getattr(report, f"{phase}_s"))
         self.events.write("round", **asdict(report))
+        self._pass_to(round + 1, due_step)
+        self._take_experts(exchange, report.experts, due_step)
+
+    def _rejoin(self, exchange: RoundExchange, step: int, reason: str) -> None:
+        """The round closed without this node: drop its local steps, and go on with the open round."""
+        entry = exchange.rejoin()
+        self._skip_to(entry, step, reason)
+        self._take_experts(exchange, entry.experts, self._step_now)
+
+    def _skip_to(self, entry: Entry, step: int, reason: str = "") -> None:
+        """Go on after ``step`` with the round that ``entry`` names; moments stay as they are."""
+        target = self._round_steps[entry.round - 1] if entry.round else 0
+        self.events.write(
+            "skipped",
+            step=target,
+            rounds=list(range(self._next_round, entry.round)),
+            steps=target - step,
+            steps_dropped=self._steps_in_round,
+            reason=reason,
+        )
+        self._pass_to(entry.round, target)
+
+    def _pass_to(self, round: int, step: int) -> None:
+        """Begin ``round``; steps up to ``step`` that were not taken never will be."""
+        logged, interval, total = self._step_now, self.config.log.interval_steps, self.config.total_steps
+        self._next_round, self._step_now = round, step
+        self._round_began_s, self._steps_in_round = time.perf_counter(), 0
+        if step > logged and self._since_log.steps:
+            due = total if step == total else step // interval * interval
+            if due > logged:
+                self._log(due)
+
+    def _take_experts(self, exchange: RoundExchange, experts: tuple[int, ...], step: int) -> None:
+        """Train the experts that the server deals to this node from here on."""
+        before = self.decoder.trained_experts
+        if experts == before:
+            return
+        self.optimizer = exchange.redivide(self.decoder, self.optimizer, experts)
+        taken, given = sorted(set(experts) - set(before)), sorted(set(before) - set(experts))
+        self.events.write("partition", step=step, experts=list(experts), taken=taken, given=given)
 
     def _validate(self, step: int) -> None:
         place = self.place
@@ -284,7 +279,7 @@ class Training:
             target_bytes=int(target_bytes),
         )
 
-    def _store(self, checkpoints: Checkpointing, step: int, round: int) -> None:
+    def _store(self, checkpoints: Checkpointing, step: int) -> None:
         """Store everything that the next steps depend on, and what the events so far have not yet told."""
         with self._outside_training(), self.clock.phase("checkpoint"):
             since = self._since_log
@@ -294,16 +289,29 @@ class Training:
                 "clock_s": dict(self.clock.seconds),
                 "wall_s": self.clock.wall_s(),
                 "log_s": time.perf_counter() - since.started,
+                "steps_taken": self._steps_taken,
+                "experts": list(self.decoder.trained_experts),
             }
-            size_bytes = self.events.size_bytes
+            if self.exchange is not None:
+                others |= {f"exchange|{name}": tensor for name, tensor in self.exchange.state().items()}
+            size_bytes, round = self.events.size_bytes, self._next_round
             checkpoints.save(
                 self.decoder, self.optimizer, others, values, step=step, round=round, events_bytes=size_bytes
             )
+            if self.exchange is not None:
+                # A checkpoint of several ranks is one once each has stored its part.
+                self._ranks.maxima([0.0])
+                self.exchange.safe_round = round
 
     def _resume(self, checkpoints: Checkpointing) -> None:
         """Take up what `_store` stored."""
         others, values = checkpoints.restore(self.decoder, self.optimizer)
-        self._first_step = checkpoints.step + 1
+        self._first_step, self._next_round = checkpoints.step + 1, checkpoints.round
+        self._steps_taken = values["steps_taken"]
+        kept = [name for name in others if name.startswith("exchange|")]
+        state = {name.removeprefix("exchange|"): others.pop(name) for name in kept}
+        if self.exchange is not None:
+            self.exchange.restore(state)
         self.clock = Clock(values["clock_s"], values["wall_s"])
         self._since_log = _SinceLog(started=time.perf_counter() - values["log_s"])
         if others:
@@ -321,14 +329,14 @@ class Training:
         yield
         self._since_log.started += time.perf_counter() - started
 
-    def _close(self, total_steps: int) -> None:
+    def _close(self) -> None:
         wall_time_s = self.clock.wall_s()
         self.events.write("memory", **self._memory())
         seconds = {f"{phase}_s": seconds for phase, seconds in self.clock.seconds.items()}
         self.events.write(
             "end",
-            steps=total_steps,
-            tokens=total_steps * self._tokens_per_step,
+            steps=self._steps_taken,
+            tokens=self._steps_taken * self._tokens_per_step,
             wall_time_s=wall_time_s,
             **seconds,
         )

@@ -1,7 +1,8 @@
 """What one training process stores to go on after a crash, and takes up again: weights, moments, counters.
 
 Each rank stores the part that it holds. Tensor names are ``weights|<parameter>``, ``buffers|<buffer>``,
-``optimizer|<parameter>|<key>`` and ``log|<metric>`` (what the next training event will be the mean of).
+``optimizer|<parameter>|<key>``, ``log|<metric>`` (what the next training event will be the mean of) and
+``exchange|<kind>|<tensor>`` (what the exchange keeps beside the weights).
 """
 
 from __future__ import annotations
@@ -31,9 +32,12 @@ class Checkpoints:
         self.step = snapshots.resume_step(config, trial_dir, participant)
         self.round, self.events_bytes = 0, 0
         """Rounds closed, and size of the event file, when it was stored."""
+        self.experts: tuple[int, ...] | None = None
+        """The experts that were trained then; None for a fresh start."""
         if self.step:
             self._manifest, self._data = snapshots.load(trial_dir, participant, self.step)
             self.round, self.events_bytes = self._manifest.round, self._manifest.events_bytes
+            self.experts = tuple(self._manifest.values["experts"])
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is stored after ``step``."""
@@ -41,7 +45,7 @@ class Checkpoints:
 
     @torch.no_grad()
     def restore(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Set weights and moments in place; returns the other tensors ("log|...") and numbers that were stored."""
+        """Set weights and moments in place; returns the other tensors that were stored, and the numbers."""
         targets = {f"weights|{name}": local_part(item) for name, item in module.named_parameters()}
         targets |= {f"buffers|{name}": local_part(item) for name, item in module.named_buffers()}
         parameters = dict(module.named_parameters())
@@ -56,7 +60,7 @@ class Checkpoints:
                 state = optimizer.state[parameter]
                 device = parameter.device if devices[name] != "cpu" else torch.device("cpu")
                 state[rest.partition("|")[2]] = _placed(tensor.to(device, copy=True), parameter)
-            elif kind == "log":
+            elif kind in ("log", "exchange"):
                 others[name] = tensor.clone()
             else:
                 raise DataError(f"{self._data} holds {name}, which this model has not; start the run anew")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -33,11 +33,20 @@ class Weights(Protocol):
     def staged_bytes(self) -> int:
         """Memory that reading and writing take beside the model."""
 
+    def is_rounded(self, index: int) -> bool:
+        """Whether a tensor is stored in less than float32, so that what is written is rounded."""
+
     def read(self, index: int) -> Values:
-        """The values of one tensor, flat float32; valid until the next one is read or written."""
+        """The values of one tensor, flat float32; valid until the next one is read or written.
+
+        They may be changed in place; that changes the tensor only where it is plain, until they are written back.
+        """
 
     def write(self, index: int, first: int, values: Values) -> None:
         """Set values of one tensor from position ``first`` on; a tensor is written from its start to its end."""
+
+    def first_not_finite(self, indices: Sequence[int]) -> int | None:
+        """The first of these tensors that holds NaN or an infinite value; None when all are finite."""
 
 
 class Stage:
@@ -106,6 +115,14 @@ class LocalWeights:
         assert self._stage is not None
         return self._stage.fetch(tensor)
 
+    def is_rounded(self, index: int) -> bool:
+        """See `Weights`."""
+        return self._tensors[index].dtype.itemsize < torch.float32.itemsize
+
+    def first_not_finite(self, indices: Sequence[int]) -> int | None:
+        """See `Weights`."""
+        return next((index for index in indices if not _is_finite(self._tensors[index])), None)
+
     def write(self, index: int, first: int, values: Values) -> None:
         """See `Weights`."""
         tensor, end = self._tensors[index], first + values.size
@@ -167,6 +184,16 @@ class DividedWeights:
                 self._stage.deliver(whole)
             self._group.spread(piece, whole)
 
+    def is_rounded(self, index: int) -> bool:
+        """See `Weights`."""
+        return self._pieces[index].dtype.itemsize < torch.float32.itemsize
+
+    def first_not_finite(self, indices: Sequence[int]) -> int | None:
+        """See `Weights`; each rank looks at its own part."""
+        with self._lock:
+            self._order("inspect", indices=list(indices))
+            return _inspect(self._group, self._pieces, indices)
+
     def tensors(self) -> Mapping[str, Tensor]:
         """The whole tensors by name, each brought together when it is asked for: a copy in host memory."""
         return _WholeTensors(self)
@@ -221,6 +248,8 @@ def follow(group: Group, pieces: list[Piece]) -> Any:
             group.collect(pieces[order["index"]], None)
         elif order["order"] == "spread":
             group.spread(pieces[order["index"]], None)
+        elif order["order"] == "inspect":
+            _inspect(group, pieces, order["indices"])
         elif order["order"] == "fail":
             kind = getattr(errors, order["kind"], SpesError)
             raise SpesError(order["message"]) if kind is errors.ConfigError else kind(order["message"])
@@ -232,6 +261,20 @@ def follow(group: Group, pieces: list[Piece]) -> Any:
 def _orders(group: Group) -> Iterator[dict[str, Any]]:
     while True:
         yield json.loads(group.hear())
+
+
+def _inspect(group: Group, pieces: list[Piece], indices: Sequence[int]) -> int | None:
+    """The first of these tensors of which any rank's part is not finite. All ranks call it together."""
+    found = (index for index in indices if not _is_finite(pieces[index].local(group.rank)))
+    (first,) = group.maxima([-float(next(found, len(pieces)))])
+    return None if -first == len(pieces) else int(-first)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.numel() == 0:
+        return True
+    smallest, largest = torch.aminmax(tensor)
+    return bool(torch.isfinite(smallest) & torch.isfinite(largest))
 
 
 def _is_plain(tensor: Tensor) -> bool:

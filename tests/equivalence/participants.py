@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from spes_core.config import RunConfig, from_dict
 from spes_core.events import EventWriter
-from spes_core.initial import initial_weights
 from spes_core.model.counting import tensor_shapes
-from spes_core.node import build_decoder
+from spes_core.model.decoder import Decoder
+from spes_core.node import build_decoder, flat_initial_weights
+from spes_core.sync.client import Client
 from spes_core.sync.inprocess import LocalClient
 from spes_core.sync.messages import schema_of
 from spes_core.sync.parameter_server import ParameterServer
@@ -74,7 +76,7 @@ class RandomTokens:
 
 def train_alone(config: RunConfig, folder: Path, source: BatchSource | None = None) -> dict[str, Tensor]:
     """The final weights of one participant that takes the whole global batch and never exchanges."""
-    decoder = build_decoder(config, 0, CPU)
+    decoder = build_decoder(config, config.make_partition().experts_by_node[0], CPU)
     events = EventWriter(folder / "alone.jsonl")
     Training(
         config, decoder, source or RandomTokens(config), events, Place(0, 1, 0, 1), exchange=None, device=CPU
@@ -84,38 +86,50 @@ def train_alone(config: RunConfig, folder: Path, source: BatchSource | None = No
 
 def train_in_rounds(config: RunConfig, folder: Path, source: BatchSource | None = None) -> list[dict[str, Tensor]]:
     """The final weights of every node of a run with rounds, the nodes being threads of this process."""
+    server = make_server(config, folder / "rounds")
+    trainings: list[Training] = []
+    for node in range(config.nodes):
+        decoder = build_decoder(config, config.make_partition().experts_by_node[node], CPU)
+        trainings.append(node_training(config, node, decoder, LocalClient(server), folder, source))
+    run_together(server, [training.run for training in trainings])
+    return [training.decoder.tensors() for training in trainings]
+
+
+def make_server(config: RunConfig, folder: Path) -> ParameterServer:
+    """A server core that keeps its rounds in ``folder``."""
     schema = schema_of(tensor_shapes(config.model))
+    return ParameterServer(config, schema, flat_initial_weights(config), lambda kind, **fields: None, folder)
 
-    initial_tensor = initial_weights(config)
 
-    def initial(name: str) -> object:
-        return initial_tensor(name).reshape(-1).numpy()
+def node_training(
+    config: RunConfig, node: int, decoder: Decoder, client: Client, folder: Path, source: BatchSource | None = None
+) -> Training:
+    """The training of one node, which writes its events to ``folder``."""
+    exact, weights = flat_initial_weights(config), LocalWeights(decoder.tensors())
+    exchange = Exchange(client, weights, config.make_partition(), node, config, exact=exact)
+    place, events = Place(node, config.nodes, node, config.nodes), EventWriter(folder / f"node-{node}.jsonl")
+    tokens = source or RandomTokens(config)
+    return Training(config, decoder, tokens, events, place, exchange=exchange, device=CPU)
 
-    server = ParameterServer(config, schema, initial, lambda kind, **fields: None)  # type: ignore[arg-type]
-    decoders = [build_decoder(config, node, CPU) for node in range(config.nodes)]
+
+def run_together(server: ParameterServer, calls: Sequence[Callable[[], object]]) -> None:
+    """Run the server and all ``calls``, each in a thread; raises what failed first."""
     failures: list[BaseException] = []
 
-    def participate(node: int) -> None:
+    def run(call: Callable[[], object]) -> None:
         try:
-            weights = LocalWeights(decoders[node].tensors())
-            exchange = Exchange(LocalClient(server), weights, config.make_partition(), node, config)
-            exchange.join()
-            place = Place(node, config.nodes, node, config.nodes)
-            events = EventWriter(folder / f"node-{node}.jsonl")
-            tokens = source or RandomTokens(config)
-            Training(config, decoders[node], tokens, events, place, exchange=exchange, device=CPU).run()
+            call()
         except BaseException as error:
             failures.append(error)
-            server.fail(f"node {node} failed: {error!r}")
+            server.fail(f"a participant failed: {error!r}")
 
-    threads = [threading.Thread(target=participate, args=(node,)) for node in range(config.nodes)]
+    threads = [threading.Thread(target=run, args=(call,)) for call in (server.run, *calls)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
     if failures:
         raise failures[0]
-    return [decoder.tensors() for decoder in decoders]
 
 
 def assert_bitwise_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

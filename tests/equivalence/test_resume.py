@@ -55,7 +55,7 @@ def train(config: RunConfig, folder: Path, crash_at: int | None = None) -> tuple
     reader = Reader(config, crash_at)
     training = Training(
         config,
-        build_decoder(config, 0, CPU),
+        build_decoder(config, config.make_partition().experts_by_node[0], CPU),
         reader,
         events,
         Place(0, 1, 0, 1),
@@ -146,22 +146,24 @@ def test_a_checkpoint_of_another_run_is_none(tmp_path: Path) -> None:
     assert Checkpoints(alone(log={"interval_steps": 5}), tmp_path, "node-0").step == 9
 
 
-def test_all_processes_go_on_from_the_newest_step_that_all_have(tmp_path: Path) -> None:
+def test_ranks_go_on_from_the_newest_step_that_all_of_their_node_have_and_the_server_from_its_own(
+    tmp_path: Path,
+) -> None:
     config = tiny(parallel={"ranks_per_node": 2})
     have = {
         "server": [5, 10],
         "node-0": [10, 15],
-        "node-0-rank-1": [10, 15],
-        "node-1": [5, 10],
-        "node-1-rank-1": [5, 10],
+        "node-0-rank-1": [5, 10],
+        "node-1": [10, 15],
+        "node-1-rank-1": [10, 15],
     }
     assert snapshots.participants(config) == list(have)
     for name, steps in have.items():
         for step in steps:
             keep(config, tmp_path, name, step)
-    assert {snapshots.resume_step(config, tmp_path, name) for name in have} == {10}
-    (snapshots.folder_of(tmp_path, "node-1-rank-1") / "10.json").unlink()
-    assert {snapshots.resume_step(config, tmp_path, name) for name in have} == {0}
+    assert [snapshots.resume_step(config, tmp_path, name) for name in have] == [10, 10, 10, 15, 15]
+    (snapshots.folder_of(tmp_path, "node-0-rank-1") / "10.json").unlink()
+    assert [snapshots.resume_step(config, tmp_path, name) for name in have] == [10, 0, 0, 15, 15]
 
 
 def test_nodes_without_exchange_go_on_each_from_its_own_newest_step(tmp_path: Path) -> None:

@@ -99,14 +99,14 @@ def test_a_wrong_length_is_refused_before_anything_is_allocated(length: int) -> 
 def test_a_frame_of_another_version_or_kind_is_refused() -> None:
     message = bytearray(pack(Kind.END))
     message[4] = 9
-    with pytest.raises(ProtocolError, match="version 9; this release reads version 1"):
+    with pytest.raises(ProtocolError, match="version 9; this release reads version 2"):
         unpack(bytes(message))
     with pytest.raises(ProtocolError, match="kind END came where MANIFEST was due"):
         unpack(pack(Kind.END), Kind.MANIFEST)
 
 
 def test_an_unknown_kind_is_refused_although_its_checksum_holds() -> None:
-    fields = struct.pack("<4sBBHIQI", b"SPES", 1, 77, 0, 0, 0, 0)
+    fields = struct.pack("<4sBBHIQI", b"SPES", frames.VERSION, 77, 0, 0, 0, 0)
     message = fields + struct.pack("<Q", frames._checksum(fields, b""))
     assert len(message) == HEADER_BYTES
     with pytest.raises(ProtocolError, match="unknown kind 77"):

@@ -31,6 +31,8 @@ _AXES = {
     "link.uplink_mbps": ("uplink bandwidth", "uplink bandwidth (Mbit/s)"),
     "link.downlink_mbps": ("downlink bandwidth", "downlink bandwidth (Mbit/s)"),
     "wire.dtype": ("wire dtype", "type of tensors on the wire"),
+    "aggregate.rule": ("rule", "rule by which the nodes' values become one"),
+    "faults.kind": ("fault", "what the faulty node sends instead of its update"),
 }
 _METRICS = {
     "eval/loss": ("validation loss", "nats per token"),
