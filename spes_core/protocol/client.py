@@ -16,6 +16,7 @@ from spes_core.protocol import frames
 from spes_core.protocol.channel import Line, NoServerError
 from spes_core.protocol.credentials import OPEN, Credentials
 from spes_core.protocol.frames import Kind
+from spes_core.protocol.link import Pace
 from spes_core.protocol.receiving import Confirmation, Receiving
 from spes_core.protocol.retrying import Patience, ended_from_within, is_lost, is_unknown_session, translated
 from spes_core.protocol.sending import Attempt, Sending
@@ -67,6 +68,7 @@ class SyncClient:
         self._node, self._connect_timeout_s, self._token = node, connect_timeout_s, credentials.token
         self._wire, self._chunk_bytes = FORMATS[config.wire.dtype], config.wire.chunk_bytes
         self._retry_s = config.round.retry_s
+        self._pace = Pace(config.link)
         self._lock, self._joining = threading.Lock(), threading.Lock()
         self._stop = threading.Event()
         self._calls: list[Any] = []
@@ -169,6 +171,7 @@ class SyncClient:
     def close(self) -> None:
         """Close the connection; requests in progress are cancelled."""
         self.abort()
+        self._pace.close()
         self._line.close()
 
     # One attempt
@@ -182,14 +185,16 @@ class SyncClient:
         self, manifest: UploadManifest, sending: Sending, patience: Patience, stop: threading.Event
     ) -> None:
         attempt = Attempt(sending, to_bytes(manifest))
-        call = self._begin(self._line.connected().upload, iter(attempt), stop)
+        call = self._begin(self._line.connected().upload, self._pace.outgoing(attempt), stop)
         try:
             ready = from_bytes(UploadReady, self._answer(call, Kind.READY))
             if ready.offset_bytes > sending.stored_bytes:
                 sending.stored_bytes = ready.offset_bytes
                 patience.progress()
+            self._pace.turn()
             attempt.go_on(ready)
             from_bytes(Receipt, self._answer(call, Kind.RECEIPT))
+            self._pace.turn()
         finally:
             attempt.end()
             self._end(call)
@@ -228,7 +233,8 @@ class SyncClient:
         confirmation = Confirmation(to_bytes(request))
         call = self._begin(self._line.connected().download, iter(confirmation), stop)
         try:
-            receiving.take(call, patience.progress)
+            self._pace.turn()
+            receiving.take(self._pace.incoming(call), patience.progress)
             confirmation.give()
             if next(call, None) is not None:
                 raise ProtocolError(f"the server at {self._line.address} sent more than it announced")
