@@ -73,6 +73,8 @@ class SyncClient:
         self._hello: Hello | None = None
         self._schema: Schema = ()
         self._session = b""
+        self._is_uploading, self._announced_in = False, b""
+        """Whether an upload is in progress, and the session in which the server has last heard of it."""
 
     def __enter__(self) -> Self:
         return self
@@ -116,15 +118,19 @@ class SyncClient:
             safe_round=safe_round,
         )
         patience, stop = Patience(self._retry_s), self._stop
-        while True:
-            session = self._session
-            try:
-                self._upload_once(replace(manifest, session=session), sending, patience, stop)
-                break
-            except (grpc.RpcError, NoServerError) as error:
-                if sending.error is not None:
-                    raise sending.error from error
-                self._recover(error, patience, stop, session)
+        self._is_uploading = True
+        try:
+            while True:
+                session = self._session
+                try:
+                    self._upload_once(replace(manifest, session=session), sending, patience, stop)
+                    break
+                except (grpc.RpcError, NoServerError) as error:
+                    if sending.error is not None:
+                        raise sending.error from error
+                    self._recover(error, patience, stop, session)
+        finally:
+            self._is_uploading = False
         return UploadReport(
             payload_bytes=sending.payload_bytes,
             framing_bytes=sending.framing_bytes,
@@ -185,6 +191,7 @@ class SyncClient:
         call = self._begin(self._line.connected().upload, iter(attempt), stop)
         try:
             ready = from_bytes(UploadReady, self._answer(call, Kind.READY))
+            self._announced_in = manifest.session
             if ready.offset_bytes > sending.stored_bytes:
                 sending.stored_bytes = ready.offset_bytes
                 patience.progress()
@@ -200,6 +207,7 @@ class SyncClient:
         receiving = Receiving(sink, self._schema, FORMATS["float32"] if is_snapshot else self._wire)
         patience, confirming, stop = Patience(self._retry_s), Patience(_CONFIRM_S), self._stop
         while True:
+            self._wait_announced(stop)
             session = self._session
             request = DownloadRequest(
                 node=self._node,
@@ -275,6 +283,12 @@ class SyncClient:
         if message is None:
             raise ProtocolError(f"the server at {self._line.address} ended an upload without a receipt")
         return frames.unpack(message, kind).payload
+
+    def _wait_announced(self, stop: threading.Event) -> None:
+        """A server that was started again must hear of an upload in progress before its result is asked for."""
+        while self._is_uploading and self._announced_in != self._session:
+            if stop.wait(0.02):
+                raise ended_from_within(self._line.address)
 
     def _going_on_with(self, round: int) -> None:
         """Remember the round, in case the server is started again and must be joined once more."""
