@@ -11,7 +11,7 @@ from typing import Any, Self
 import grpc
 
 from spes_core.config import RunConfig
-from spes_core.errors import ProtocolError, SpesError
+from spes_core.errors import Damaged, ProtocolError, SpesError
 from spes_core.protocol import frames
 from spes_core.protocol.channel import Line, NoServerError
 from spes_core.protocol.credentials import OPEN, Credentials
@@ -125,7 +125,7 @@ class SyncClient:
                 try:
                     self._upload_once(replace(manifest, session=session), sending, patience, stop)
                     break
-                except (grpc.RpcError, NoServerError) as error:
+                except (grpc.RpcError, NoServerError, Damaged) as error:
                     if sending.error is not None:
                         raise sending.error from error
                     self._recover(error, patience, stop, session)
@@ -300,7 +300,7 @@ class SyncClient:
         address = self._line.address
         if stop.is_set():
             raise ended_from_within(address) from error
-        if isinstance(error, NoServerError):
+        if isinstance(error, NoServerError | Damaged):
             patience.pause(address, str(error), stop)
             return
         if not isinstance(error, grpc.RpcError):
