@@ -49,8 +49,29 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_nodes_of_two_ranks_are_two_nodes_of_one_rank(
     method: str, strategy: str, corpus: Path, tmp_path: Path
 ) -> None:
-    # The balance weight is large, so that a balance loss of each rank's own tokens would show (0.1 relative).
-    config = with_corpus(tiny(method=method, loss={"balance_weight": 0.1}, **METHODS[method]), corpus)
+    check_equal(tiny(method=method, **METHODS[method]), strategy, corpus, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compute"),
+    [
+        ("fsdp", {"activation_checkpointing": "block"}),
+        ("ddp", {"activation_checkpointing": "selective"}),
+    ],
+)
+def test_what_saves_memory_changes_nothing_in_a_group(
+    strategy: str, compute: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    """Frozen experts in bfloat16, activations made again, and two micro-batches a rank, all at once."""
+    saving = {"frozen": {"dtype": "bfloat16"}, "compute": compute, "data": {"micro_batch_sequences": 1}}
+    check_equal(tiny(method="spes", **METHODS["spes"], **saving), strategy, corpus, tmp_path)
+
+
+def check_equal(config: RunConfig, strategy: str, corpus: Path, tmp_path: Path) -> None:
+    # The balance weight is large, so that a balance loss of each rank's own tokens would show (0.1 relative). Its
+    # fractions are those of the whole batch, since two ranks cut a batch into other micro-batches than one does.
+    loss = replace(config.loss, balance_weight=0.1, balance_fractions="whole_batch")
+    config = with_corpus(replace(config, loss=loss), corpus)
     data_dir = prepare(config.data, tmp_path / "cache")
     source = TokenSource(data_dir, config.data, config.seed)
     expected = train_in_rounds(config, tmp_path / "one rank", source)[0]
@@ -76,6 +97,8 @@ def check_records(config: RunConfig, folder: Path, one_rank: Path) -> None:
         predicted = counting.memory(config, node)
         for part in ("weights", "gradients", "moments", "sync_buffers"):
             assert record[f"{part}_bytes"] == getattr(predicted, f"{part}_bytes"), part
+        # A group keeps a few sums over ranks and micro-batches besides.
+        assert record["activations_bytes"] == pytest.approx(predicted.activations_bytes, rel=0.01)
     sent = communication(config, recording)
     assert sent["comm/uplink_gb"] == pytest.approx(sent["comm/uplink_predicted_gb"], rel=0.05)
     assert speed(config, recording)["perf/tokens_per_s"]
