@@ -385,8 +385,10 @@ class ParameterServer:
         node = manifest.node
         if manifest.step != now.step:
             return f"it uploads round {now.index} after step {manifest.step}; the round closes after step {now.step}"
-        if not 1 <= manifest.tokens < 1 << 53:
-            return f"a weight of {manifest.tokens} tokens is not possible; a round trains at least 1"
+        steps = now.step - (self._ledger.steps[now.index - 1] if now.index else 0)
+        most = steps * self._config.tokens_per_step // self._config.nodes
+        if not 1 <= manifest.tokens <= most:
+            return f"a weight of {manifest.tokens} tokens is not possible; a node trains 1 to {most} in this round"
         if manifest.codec != self.wire.name:
             return f"its codec is {manifest.codec!r}; wire.dtype is {self.wire.name!r}"
         if manifest.tensors != self.trained_by(node, now.index):
