@@ -109,6 +109,8 @@ class ParameterServer:
                 raise self.refuse(hello.node, f"there is no node {hello.node}: this run has {self._config.nodes} nodes")
             if found := differences(hello, make_hello(self._config, self.schema, hello.node)):
                 raise self.refuse(hello.node, "this node belongs to another run: " + "; ".join(found))
+            # A server that was started again first forms the rounds again that its nodes have gone beyond.
+            self._monitor.wait(lambda: self._ledger.rounds_closed >= min(hello.round, self._ledger.known_rounds))
             first = self._first_round_of(hello)
             session = self._members.admit(hello.node, first)
             self._closing.progress_at_s = time.monotonic()
