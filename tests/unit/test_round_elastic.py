@@ -120,10 +120,10 @@ def test_a_live_node_is_waited_for() -> None:
     server = make_server(config)
     with running(server):
         nodes = nodes_of(server, config)
-        for node in nodes[:3]:
-            node.upload()
         lose(server, 3)
         server.heartbeat(Heartbeat(node=3, session=nodes[3].welcome.session, step=1))
+        for node in nodes[:3]:
+            node.upload()
         time.sleep(0.5)
         assert server.rounds_closed == 0
         nodes[3].upload()
