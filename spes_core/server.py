@@ -44,6 +44,7 @@ from spes_core.sync.ledger import FRESH, Standing
 from spes_core.sync.messages import Schema, schema_of
 from spes_core.sync.parameter_server import ParameterServer
 from spes_core.tensorfile import read_tensors, write_tensors
+from spes_core.train.allocator import return_freed_memory
 
 _PARTICIPANT = "server"
 _FAREWELL_S = 5.0
@@ -71,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = replace(run, allow_plaintext=run.allow_plaintext or options.allow_plaintext)
         check_servable(run)
         torch.set_num_threads(run.threads)
+        return_freed_memory()
         serve(run, options.run.parent)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -23,6 +23,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_concurrent_streams", 64),
     ("grpc.max_metadata_size", 16 << 10),
     ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+    # A window that grows with the link lets every stream buffer megabytes; one chunk on its way is enough.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 256 << 10),
     # Pings notice a dead peer in half a minute.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),

@@ -9,13 +9,20 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Names of the two settings for mallopt(3)."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+"""Names of settings for mallopt(3)."""
 
 
 def keep_freed_memory() -> bool:
     """Tell the C library, for the rest of this process; False where it has no such setting. No result changes."""
+    return _set({_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: 2**31 - 1})
+
+
+def return_freed_memory() -> bool:
+    """The opposite, for a server, whose many threads free what others took: nothing is kept for each of them."""
+    return _set({_ARENA_MAX: 2, _MMAP_THRESHOLD: 512 << 10, _TRIM_THRESHOLD: 8 << 20})
+
+
+def _set(values: dict[int, int]) -> bool:
     mallopt = getattr(ctypes.CDLL(ctypes.util.find_library("c")), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all(mallopt(name, value) == 1 for name, value in ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, 2**31 - 1)))
+    return mallopt is not None and all(mallopt(name, value) == 1 for name, value in values.items())
