@@ -1,6 +1,7 @@
-"""A node that kills itself (SIGKILL) in one phase of one round: `python -m ... RUN.json NODE PHASE ROUND`.
+"""A node that kills itself (SIGKILL), starts again and so on, then runs to its end: `python -m ... RUN.json NODE PHASE...`.
 
-Everything else is the real process; only what stands around its rounds is replaced.
+It dies in the first phase in round 1, in its next life in the second phase in round 2, …. Lives are forks of a process
+that has everything imported. Only what stands around the rounds is replaced; all else is the real process.
 """
 
 from __future__ import annotations
@@ -86,7 +87,18 @@ class Killing:
 
 
 def main() -> None:
-    path, node, phase, round = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    path, node, phases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    for round, phase in enumerate(phases, start=1):
+        if (life := os.fork()) == 0:
+            live(path, node, phase, round)
+        _, status = os.waitpid(life, 0)
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
+            sys.exit(f"error: this life did not end by a kill in phase {phase!r} of round {round}")
+    sys.exit(process.main([str(path), "--node", str(node)]))
+
+
+def live(path: Path, node: int, phase: str, round: int) -> None:
+    """One life."""
     process.connect = lambda *arguments: Killing(connect(*arguments), phase, round)  # type: ignore[assignment]
 
     class Source(TokenSource):
