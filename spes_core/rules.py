@@ -215,11 +215,31 @@ def _round_rules(config: RunConfig) -> Iterator[Problem]:
         )
     if faults.kind != "none" and not 0 <= faults.node < config.nodes:
         yield Problem("faults.node", f"({faults.node}) must be a node of this run: 0 to {config.nodes - 1}")
-    if config.aggregate.rule in ("trimmed", "median") and config.nodes < 3:
+    yield from _aggregate_rules(config)
+
+
+def _aggregate_rules(config: RunConfig) -> Iterator[Problem]:
+    aggregate, nodes = config.aggregate, config.nodes
+    if aggregate.rule in ("trimmed", "median") and nodes < 3:
         yield Problem(
             "aggregate.rule",
-            f'("{config.aggregate.rule}") needs at least 3 nodes to tell an outlier, and nodes is {config.nodes};'
+            f'("{aggregate.rule}") needs at least 3 nodes to tell an outlier, and nodes is {nodes};'
             ' use "mean" or "clipped"',
+        )
+    elif aggregate.rule == "trimmed" and (share := aggregate.trim_fraction) * nodes < 1 - 1e-9:
+        yield Problem(
+            "aggregate.trim_fraction",
+            f"({share:g}) must cut off at least one node at each end, and {share:g} × nodes ({nodes}) is below 1;"
+            f" use at least 1 / {nodes}",
+        )
+    if (factor := aggregate.quarantine_factor) is None:
+        return
+    if factor < 1:
+        yield Problem("aggregate.quarantine_factor", f"({factor:g}) must be at least 1, the median length itself")
+    if nodes < 3:
+        yield Problem(
+            "aggregate.quarantine_factor",
+            f"({factor:g}) needs at least 3 nodes to tell an outlier, and nodes is {nodes}; use null",
         )
 
 

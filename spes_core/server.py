@@ -85,7 +85,7 @@ def serve(run: RunFile, folder: Path) -> None:
     """Serve the run to its end. Raises ConfigError when the address cannot be used, RoundFailed when a round fails."""
     # A former server's address must not lead this run's nodes astray.
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
-    listening = _Listening(run, folder)
+    listening = Listening(run, folder)
     standing, first_value = _take_up(run.config, folder)
     events = EventWriter(folder / "events" / "server.jsonl")
     events.write("start", pid=os.getpid())
@@ -95,9 +95,9 @@ def serve(run: RunFile, folder: Path) -> None:
     core = ParameterServer(run.config, schema, first_value, events.write, folder / "rounds", standing, due)
     with _StopSignal(core):
         try:
-            address = listening.open(core)
-            _write_atomically(folder / ADDRESS_FILE, f"{address}\n{os.getpid()}\n")
-            events.write("listening", address=address)
+            listening.open(core)
+            _write_atomically(folder / ADDRESS_FILE, f"{listening.address}\n{os.getpid()}\n")
+            events.write("listening", address=listening.address)
             core.run(lambda standing: _store(run.config, folder, core.state, standing))
             _save_final(run, folder, schema, core.state)
         finally:
@@ -121,7 +121,7 @@ def check_servable(run: RunFile) -> None:
         channel.require_private("server_address", address, run.allow_plaintext)
 
 
-class _Listening:
+class Listening:
     """The open port of a run: says from the start that it is not ready, and serves once there is a core."""
 
     def __init__(self, run: RunFile, folder: Path) -> None:
@@ -130,20 +130,19 @@ class _Listening:
         # Threads of the health service; the requests of nodes have their own.
         self._server = grpc.server(ThreadPoolExecutor(4), options=channel.OPTIONS)
         port = channel.bind(self._server, run.server_address, self._credentials, run.allow_plaintext)
-        self._address = f"{run.server_address.rpartition(':')[0]}:{port}"
+        self.address = f"{run.server_address.rpartition(':')[0]}:{port}"
         self._opening, self._health = Opening(), health.HealthServicer()
         self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         self._server.add_generic_rpc_handlers((self._opening,))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.start()
 
-    def open(self, core: ParameterServer) -> str:
-        """Serve the core; the address."""
+    def open(self, core: ParameterServer) -> None:
+        """Serve the core."""
         threads = ThreadPoolExecutor(num_threads(self._config.nodes), thread_name_prefix="request")
         token, chunk_bytes = self._credentials.token, self._config.wire.chunk_bytes
         self._opening.servicer = SyncServicer(core, chunk_bytes, token, threads)
         self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        return self._address
 
     def close(self) -> None:
         """Serve nothing new, and let answers that are under way go out."""

@@ -54,7 +54,7 @@ def refused(call: Callable[[], Any], *codes: grpc.StatusCode) -> str:
 
 def manifest_of(session: bytes, node: int, tensors: tuple[int, ...], **changes: Any) -> bytes:
     """The first frame of a node's upload."""
-    values = {"round": 0, "step": 2, "tokens": 5, "codec": "float32", "safe_round": 0} | changes
+    values = {"round": 0, "step": 2, "tokens": 100, "codec": "float32", "safe_round": 0} | changes
     record = UploadManifest(node=node, session=session, tensors=tensors, **values)
     return pack(Kind.MANIFEST, to_bytes(record))
 

@@ -37,8 +37,10 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "partition",
             "rules",
             "schedules",
+            "wireformat",
             "events",
             "filedigest",
+            "link",
             "processlife",
             "address",
             "snapshots",
@@ -126,6 +128,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "errors",
         "events",
         "filedigest",
+        "link",
         "model",
         "names",
         "partition",
@@ -133,6 +136,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "structure",
         "data",
         "processlife",
+        "runfile",
         "snapshots",
     }
     spawner = ROOT / "workbench/launch/spawner.py"  # imports the engine to fork from it; trains nothing itself

@@ -14,6 +14,8 @@ from workbench.terminal import duration, print_table
 from workbench.trials import Corpus, Variant, config_digest, identify
 
 _NUMERIC = ("seed", "steps", "rounds", "merges", "trained params", "memory GB/node", "uplink GB/node")
+_TRANSFER = "transfer s/round"
+"""Column of the predicted time of a round's bytes, where a run states its link."""
 
 
 def show_plan(
@@ -23,15 +25,18 @@ def show_plan(
     predictions = [predict(variant.config) for variant in variants]
     axes = axis_paths(variant.axes for variant in variants)
     labels = [axis_label(path, axes) for path in axes]
-    columns = ["trial", "arm", *labels, *_NUMERIC, "status"]
+    has_link = any(prediction.round_transfer_s is not None for prediction in predictions)
+    numeric = (*_NUMERIC, _TRANSFER) if has_link else _NUMERIC
+    columns = ["trial", "arm", *labels, *numeric, "status"]
     rows, statuses = [], []
     for variant, prediction in zip(variants, predictions, strict=True):
         name, status = _identity(study, variant, results, corpora)
         values = [axis_text(variant.axes, path) for path in axes]
-        rows.append([name, variant.arm.name, *values, str(variant.seed), *_costs(variant, prediction), status])
+        costs = _costs(prediction)[: len(numeric) - 1]
+        rows.append([name, variant.arm.name, *values, str(variant.seed), *costs, status])
         statuses.append(status)
     print(f"{study.name}: {study.question}\n")
-    print_table(f"{len(rows)} trials", columns, rows, [*labels, *_NUMERIC])
+    print_table(f"{len(rows)} trials", columns, rows, [*labels, *numeric])
     print()
     for note in _notes(study, variants, predictions, statuses):
         print(note)
@@ -70,7 +75,8 @@ def _identity(
     return trial.name, explain(StudyFolder(results).stored(trial))
 
 
-def _costs(variant: Variant, prediction: Prediction) -> list[str]:
+def _costs(prediction: Prediction) -> list[str]:
+    """A cell for every numeric column but the seed, that of the link last."""
     return [
         str(prediction.steps),
         str(prediction.rounds),
@@ -78,6 +84,7 @@ def _costs(variant: Variant, prediction: Prediction) -> list[str]:
         f"{prediction.parameters_trained:,}",
         f"{prediction.memory_gb:.3g}",
         f"{prediction.uplink_gb:.4g}",
+        "-" if prediction.round_transfer_s is None else f"{prediction.round_transfer_s:.3g}",
     ]
 
 

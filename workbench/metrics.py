@@ -47,6 +47,10 @@ METRICS: dict[str, Metric] = {
     "perf/share_wait": Metric("1", "share of a node's time without validation: waiting for other nodes"),
     "perf/share_aggregate": Metric("1", "share of a node's time without validation: the server's mean"),
     "perf/share_merge": Metric("1", "share of a node's time without validation: the server's merge"),
+    "perf/round_time_s": Metric("s", "a node's time in one round, all its parts: mean over nodes and rounds"),
+    "perf/round_time_predicted_s": Metric(
+        "s", "what a round's bytes need on the stated link: largest node, mean round"
+    ),
     "perf/wall_time_s": Metric("s", "from the first step's start to the end of training, slowest node"),
     "perf/launch_to_first_step_s": Metric("s", "from the start of the first process until every node took a step"),
     "merge/count": Metric("1", "rounds in which experts were merged"),

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spes_core.config import RunConfig
-from spes_core.model.counting import memory, parameter_counts, run_bytes
+from spes_core.link import round_s
+from spes_core.model.counting import memory, parameter_counts, round_bytes, run_bytes
 from spes_core.schedules import merge_steps, round_steps
 from workbench.trees import covers
 from workbench.trials import Variant
@@ -27,6 +28,8 @@ class Prediction:
     downlink_gb: float
     memory_gb: float
     """Weights, gradients, moments, activations and synchronization buffers of one process."""
+    round_transfer_s: float | None
+    """Seconds that the bytes of a round need on the run's link, mean over rounds; None without rounds or a link."""
 
     def uplink_time_s(self, link_gbit_per_s: float) -> float:
         """Seconds for one node's uplink of the whole run on an otherwise idle link."""
@@ -49,7 +52,24 @@ def predict(config: RunConfig) -> Prediction:
         uplink_gb=max(payload.uplink_payload_bytes for payload in payloads) / 1e9,
         downlink_gb=max(payload.downlink_payload_bytes for payload in payloads) / 1e9,
         memory_gb=max(memory(config, node).total_bytes for node in nodes) / 1e9,
+        round_transfer_s=round_transfer_s(config),
     )
+
+
+def round_transfer_s(config: RunConfig) -> float | None:
+    """Seconds that the bytes of a round need on the run's link, of the node where they are most, mean over rounds.
+
+    None when the run has no rounds or states no bandwidth. Time spent on anything but moving bytes comes on top.
+    """
+    rounds, merges = len(round_steps(config)), len(merge_steps(config))
+    if not rounds or (config.link.uplink_mbps is None and config.link.downlink_mbps is None):
+        return None
+
+    def slowest_s(merged: bool) -> float:
+        sizes = [round_bytes(config, node, merged) for node in range(config.nodes)]
+        return max(round_s(config.link, size.uplink_payload_bytes, size.downlink_payload_bytes) for size in sizes)
+
+    return (slowest_s(False) * (rounds - merges) + slowest_s(True) * merges) / rounds
 
 
 def merge_warning(variants: Sequence[Variant]) -> str | None:

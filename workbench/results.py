@@ -17,11 +17,13 @@ from spes_core.runfile import RunFile
 from workbench.curves import train_curve, validation_curve
 from workbench.durable import read_json
 from workbench.metrics import METRICS
+from workbench.plan import round_transfer_s
 from workbench.recording import Recording, largest, last, mean_of, total
 
 GB = 1e9
 _TIMES = ("compute", "data", "serialise", "transfer", "wait", "aggregate", "merge", "validate")
 _SHARES = ("compute", "data", "serialise", "transfer", "wait", "aggregate", "merge")
+_ROUND = ("serialise", "transfer", "wait", "aggregate", "merge")
 _MEMORY = ("weights", "gradients", "moments", "activations", "sync_buffers", "rss_peak", "cuda_peak")
 _TRAINED_STATE = ("weights", "gradients", "moments")
 _BYTES = tuple(f"{link}_{part}_bytes" for part in ("payload", "framing") for link in ("uplink", "downlink"))
@@ -163,6 +165,9 @@ def speed(config: RunConfig, recording: Recording) -> dict[str, float | None]:
     metrics["perf/tokens_per_s_compute"] = sum(event["tokens"] / event["compute_s"] for event in events)
     for part in _SHARES:
         metrics[f"perf/share_{part}"] = total(events, f"{part}_s") / sum(training_s)
+    if rounds := sum(len(recording.rounds_of_node(node)) for node in recording.nodes):
+        metrics["perf/round_time_s"] = sum(total(events, f"{part}_s") for part in _ROUND) / rounds
+        metrics["perf/round_time_predicted_s"] = round_transfer_s(config)
     return metrics
 
 

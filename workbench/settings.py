@@ -67,6 +67,9 @@ class ReportSettings:
     """Whether that axis is logarithmic."""
     tolerance: float = 0.02
     """Relative distance from the reference within which the primary metric counts as equal."""
+    hero: Literal["loss", "bytes"] = "loss"
+    """What the first figure sets the primary metric against: x, or the bytes that a node sends; and so whether the
+    verdict names the point closest to the reference or, of those within the tolerance, the one that sends least."""
     formats: tuple[Literal["html", "pdf", "csv", "latex"], ...] = ("html", "pdf", "csv", "latex")
     """What is written."""
 

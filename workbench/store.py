@@ -68,6 +68,7 @@ class StudyFolder:
                 "x": report.x,
                 "log_x": report.log_x,
                 "tolerance": report.tolerance,
+                "hero": report.hero,
                 "formats": list(report.formats),
             },
             "arms": [{"name": arm.name, "method": methods.get(arm.name), "role": arm.role} for arm in study.arms],

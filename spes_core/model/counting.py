@@ -13,6 +13,7 @@ from spes_core.config import ComputeConfig, ModelConfig, OptimConfig, RunConfig
 from spes_core.names import expert_of, expert_tensor, layer_of, parse_expert
 from spes_core.partition import downloads
 from spes_core.schedules import merge_steps, round_steps
+from spes_core.wireformat import FORMATS
 
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
@@ -134,7 +135,7 @@ class MemoryParts:
     activations_bytes: int
     """What the forward pass of one micro-batch keeps for the backward pass."""
     sync_buffers_bytes: int
-    """The chunk of a round that is under way (`sync_buffers_bytes`); 0 without rounds."""
+    """What rounds keep of the global weights, and what is under way (`sync_buffers_bytes`); 0 without rounds."""
 
     @property
     def total_bytes(self) -> int:
@@ -172,7 +173,7 @@ def memory(config: RunConfig, node: int) -> MemoryParts:
         gradients_bytes=FLOAT32_BYTES * trained_elements,
         moments_bytes=moments,
         activations_bytes=activation_bytes(model, sequences, length, config.compute),
-        sync_buffers_bytes=sync_buffers_bytes(config),
+        sync_buffers_bytes=sync_buffers_bytes(config, node),
     )
 
 
@@ -207,17 +208,43 @@ def uses_muon(name: str) -> bool:
     return layer_of(name) is not None and (".experts." in name or name.rsplit(".", 1)[-1] in ("q", "k", "v", "o"))
 
 
-def sync_buffers_bytes(config: RunConfig) -> int:
-    """Host memory that one node's round takes beside the model: the chunk under way.
+DELTA_CODECS = ("bfloat16", "int8", "int4")
+"""Values of wire.dtype that send changes: a node keeps, in float32, the global values that they change."""
+FEEDBACK_CODECS = ("int8", "int4")
+"""Those whose sender also keeps, in float32, what was lost of each value it trains."""
 
-    Where ranks divide the model, or its tensors are not float32 in host memory, a buffer for the largest tensor is
-    added (`train.weights`); the latter depends on the device and is not predicted here.
+
+def keeps_rounded(config: RunConfig) -> bool:
+    """Whether a node keeps the exact values behind weights that it holds rounded (frozen.dtype).
+
+    It must where changes are sent, which count from the exact value, and where a round may leave a tensor out.
+    """
+    in_every_round = config.round.quorum == 1.0 and config.aggregate.quarantine_factor is None
+    return config.wire.dtype in DELTA_CODECS or not in_every_round
+
+
+def sync_buffers_bytes(config: RunConfig, node: int) -> int:
+    """Host memory that rounds take beside the model in the process of ``node`` that talks to the server.
+
+    Kept between rounds: a float32 copy of what the node trains, for a codec of changes, and another with error
+    feedback; one of the frozen experts where they are rounded (`keeps_rounded`). For a round: the largest trained
+    tensor as encoded changes, a chunk, and a float32 buffer for the largest tensor that lies in no float32 memory of
+    the process: of all where ranks divide the model, of frozen experts where they are rounded (on a GPU of all, which
+    is not predicted here).
     """
     if config.sync.exchange != "rounds":
         return 0
-    largest = max(map(prod, tensor_shapes(config.model).values()))
-    staged_bytes = FLOAT32_BYTES * largest if config.group_size > 1 else 0
-    return staged_bytes + min(config.wire.chunk_bytes, FLOAT32_BYTES * largest)
+    sizes = {name: prod(shape) for name, shape in tensor_shapes(config.model).items()}
+    trained = [sizes[name] for name in trained_tensors(config, node)]
+    is_rounded = config.frozen.dtype != "float32"
+    rounded = [sizes[name] for name in sizes.keys() - set(trained_tensors(config, node))] if is_rounded else []
+    largest, wire = max(sizes.values()), config.wire.dtype
+    kept = sum(trained) * ((wire in DELTA_CODECS) + (wire in FEEDBACK_CODECS))
+    kept += sum(rounded) if keeps_rounded(config) else 0
+    encoded_bytes = FORMATS[wire].encoded_bytes(max(trained)) if wire in DELTA_CODECS else 0
+    staged = largest if config.group_size > 1 else max(rounded, default=0)
+    chunk_bytes = min(config.wire.chunk_bytes, FLOAT32_BYTES * largest)
+    return FLOAT32_BYTES * (kept + staged) + encoded_bytes + chunk_bytes
 
 
 def _shard_elements(model: ModelConfig, ranks: int, num_trained: int) -> int:
@@ -296,13 +323,16 @@ class WireBytes:
 
 
 def round_bytes(config: RunConfig, node: int, merged: bool) -> WireBytes:
-    """Payload of one round (design, section 6): up what the node trains; down what it lacks (`partition.downloads`)."""
+    """Payload of one round in which all nodes take part (design, section 6), as wire.dtype encodes it.
+
+    Up goes what the node trains, down comes what it lacks (`partition.downloads`).
+    """
     if config.sync.exchange != "rounds":
         return WireBytes(uplink_payload_bytes=0, downlink_payload_bytes=0)
     partition, has_stepped = config.make_partition(), config.outer.kind != "none"
     uplink = downlink = 0
     for name, shape in tensor_shapes(config.model).items():
-        tensor_bytes = prod(shape) * FLOAT32_BYTES
+        tensor_bytes = FORMATS[config.wire.dtype].encoded_bytes(prod(shape))
         uplink += tensor_bytes if partition.trains(node, name) else 0
         lacks = downloads(partition, node, name, experts_changed=merged, all_changed=has_stepped)
         downlink += tensor_bytes if lacks else 0

@@ -15,8 +15,8 @@ from spes_core.sync.messages import TensorSpec
 
 Record = TypeVar("Record")
 
-MAX_RECORD_BYTES = 2 << 20
-"""Largest serialised record: names and shapes of some 30,000 tensors."""
+MAX_RECORD_BYTES = 1 << 20
+"""Largest serialised record: names and shapes of some 15,000 tensors."""
 MAX_ITEMS = 1 << 16
 """Most entries of a repeated field."""
 
@@ -33,7 +33,7 @@ _MESSAGES: dict[type, Any] = {
     messages.HeartbeatReply: sync_pb2.HeartbeatReply,
 }
 _reading = threading.Lock()
-"""One at a time: a hostile message of two million bytes takes some fifty million while protobuf reads it."""
+"""One at a time: a hostile message of a million bytes takes some fifty million while protobuf reads it."""
 
 
 def to_bytes(record: Any) -> bytes:

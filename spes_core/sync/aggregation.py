@@ -19,7 +19,6 @@ from typing import NamedTuple
 import xxhash
 
 from spes_core.config import RunConfig
-from spes_core.names import expert_of
 from spes_core.partition import Partition, changes
 from spes_core.sync.aggregate import BLOCK_ELEMENTS, add_to_mean, make_scratch, outer_step
 from spes_core.sync.codec import Codec, Values, decode_change, encode_change
@@ -242,9 +241,9 @@ class Lengths(NamedTuple):
     """How far the updates of the nodes of a round reach, each by node."""
 
     shared: list[float]
-    """Euclidean length of the update of all shared tensors."""
-    experts: list[float]
-    """Of the update of the experts that the node trains."""
+    """Euclidean length of the update of all tensors that every one of them trains, so that it can be compared."""
+    own: list[float]
+    """Of the update of the others, experts that not everyone trains."""
 
 
 def lengths(
@@ -252,16 +251,17 @@ def lengths(
 ) -> Lengths:
     """The lengths of what the nodes ``tensors`` (with what each uploaded, in order) sent in a round."""
     sent, found = _Blocks(schema, state, codec, journal.path(round)), Lengths([], [])
+    common = set[int].intersection(*map(set, tensors.values()))
     try:
         for node, uploaded in tensors.items():
-            shared, experts = UpdateLength(), UpdateLength()
+            shared, own = UpdateLength(), UpdateLength()
             for tensor, offset in sent.offsets(uploaded).items():
-                length = shared if expert_of(schema[tensor].name) is None else experts
+                length = shared if tensor in common else own
                 for block in sent.of_tensor(tensor):
                     values = sent.read(node, offset, tensor, block)
                     length.add(state.values[block], values, block.start - state.starts[tensor])
             found.shared.append(shared.length)
-            found.experts.append(experts.length)
+            found.own.append(own.length)
     finally:
         sent.close()
     return found

@@ -217,7 +217,7 @@ class Closing:
         if factor is None:
             return ()
         found = self._lengths(now, nodes)
-        return tuple(nodes[place] for place in quarantined(found.shared, factor, found.experts))
+        return tuple(nodes[place] for place in quarantined(found.shared, factor, found.own))
 
     def _scales(self, now: Round, decision: Decision) -> dict[int, float] | None:
         if self._config.aggregate.rule != "clipped":
@@ -273,12 +273,11 @@ class Closing:
             timeout_s, since_s = self._config.round.timeout_s, last.closed_at_s or 0.0
 
             def is_over() -> bool:
-                if last.is_delivered:
+                if not last.waited_for:
                     return True
                 is_late = time.monotonic() - max(since_s, self.progress_at_s) > timeout_s
                 if self._is_elastic:
-                    waited_for = [node for node in last.decision.nodes if node not in last.deliveries]  # type: ignore[union-attr]
-                    return is_late or not any(self._members.is_live(node) for node in waited_for)
+                    return is_late or not any(self._members.is_live(node) for node in last.waited_for)
                 if is_late:
                     what = f"the result of round {last.index} was not fetched within round.timeout_s ({timeout_s:g})"
                     raise RoundFailed(f"{what}: {last.missing_deliveries()}")

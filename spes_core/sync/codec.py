@@ -165,11 +165,12 @@ class Blocks:
 
     def _encode(self, values_NB: NDArray[np.float32], blocks_NW: NDArray[np.uint8]) -> None:
         """N whole blocks of B values into blocks of W bytes."""
-        scratch_NB = np.abs(values_NB)
-        scales_N = scratch_NB.max(axis=1)
-        _check(scales_N.max())
+        # Magnitudes as integers order like the numbers, NaN above all, and their maximum takes half the time.
+        magnitudes_NB = np.bitwise_and(values_NB.view(np.uint32), 0x7FFFFFFF)
+        bits_N = magnitudes_NB.max(axis=1)
+        scales_N, scratch_NB = bits_N.view(np.float32), magnitudes_NB.view(np.float32)
+        _check(bits_N.max().view(np.float32))
         np.divide(scales_N, self._limit, out=scales_N)
-        bits_N = scales_N.view(np.uint32)
         np.add(bits_N, 0xFFFF, out=bits_N)
         np.bitwise_and(bits_N, 0xFFFF0000, out=bits_N)
         np.maximum(scales_N, SMALLEST_SCALE, out=scales_N)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import xxhash
@@ -19,7 +20,7 @@ class LocalClient:
         self._server, self._chunk_bytes = server, chunk_bytes
         self._node = -1
         self._session = b""
-        self._is_aborted = False
+        self._stop = threading.Event()
 
     def join(self, hello: Hello) -> Welcome:
         """See `spes_core.sync.client.Client`."""
@@ -89,15 +90,17 @@ class LocalClient:
 
     def abort(self) -> None:
         """See `spes_core.sync.client.Client`."""
-        self._is_aborted = True
+        self._stop.set()
+        self._stop = threading.Event()
         self._server.wake()
 
     def _receive(self, request: DownloadRequest, sink: Sink) -> DownloadReport:
         began_s = time.perf_counter()
-        download = self._server.open_download(request, lambda: self._is_aborted)
+        stop = self._stop
+        download = self._server.open_download(request, stop.is_set)
         sink.begin(download.manifest)
         for tensor, offset, payload in download.chunks(self._chunk_bytes):
-            if self._is_aborted:
+            if stop.is_set():
                 raise Unreachable("the download was ended by this node itself")
             sink.write(tensor, offset, payload)
         summary = download.summary()

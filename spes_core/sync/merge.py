@@ -10,14 +10,15 @@ from torch import Tensor
 
 _GRAM_COLUMNS = 1 << 15
 """Columns converted to float64 at a time: the copy stays small whatever P is."""
+_PULL_COLUMNS = 1 << 14
+"""Columns merged at a time: with 16 experts 1 MiB, which stays in cache."""
 
 
 def merge_layer(gate_up_EP: Tensor, down_EP: Tensor, num_neighbours: int, alpha: float) -> None:
     """Merge the experts of one layer in place: w_e ← w_e + α·(mean of its K nearest − w_e), for both matrices.
 
     Row e of ``gate_up_EP`` is expert e's flattened (2·expert_hidden, d_model) matrix, gate rows first; nearest is
-    by the gate half. All experts read the weights from before the merge. α = 0 leaves every bit as it is. Needs a
-    copy of one matrix of the layer at a time.
+    by the gate half. All experts read the weights from before the merge. α = 0 leaves every bit as it is.
     """
     if alpha == 0:
         return
@@ -45,11 +46,17 @@ def nearest_experts(gate_EP: Tensor, num_neighbours: int) -> Tensor:
 
 
 def _pull(weights_EP: Tensor, neighbours_EK: Tensor, alpha: float) -> None:
-    before_EP = weights_EP.clone()
-    for weights_P, neighbours_K in zip(weights_EP, neighbours_EK.tolist(), strict=True):
-        pull_P = before_EP[neighbours_K[0]].clone()
-        for neighbour in neighbours_K[1:]:
-            pull_P += before_EP[neighbour]
-        pull_P /= len(neighbours_K)
-        pull_P -= weights_P
-        weights_P.add_(pull_P, alpha=alpha)
+    """A few columns at a time: all that a piece reads and writes stays in cache, and no copy of a matrix is needed."""
+    neighbours = neighbours_EK.tolist()
+    before = torch.empty_like(weights_EP[:, :_PULL_COLUMNS], memory_format=torch.contiguous_format)
+    pull = torch.empty_like(before[0])
+    for piece_EC in torch.split(weights_EP, _PULL_COLUMNS, dim=1):
+        before_EC, pull_C = before[:, : piece_EC.shape[1]], pull[: piece_EC.shape[1]]
+        before_EC.copy_(piece_EC)
+        for weights_C, neighbours_K in zip(piece_EC, neighbours, strict=True):
+            pull_C.copy_(before_EC[neighbours_K[0]])
+            for neighbour in neighbours_K[1:]:
+                pull_C += before_EC[neighbour]
+            pull_C /= len(neighbours_K)
+            pull_C -= weights_C
+            weights_C.add_(pull_C, alpha=alpha)

@@ -259,7 +259,10 @@ class ParameterServer:
         now = download.round
         with self._monitor:
             self._members.hear(download.node)
-            if not download.is_snapshot:
+            if download.is_snapshot:
+                if (former := self._ledger.kept.get(now.index - 1)) is not None:
+                    former.returned.add(download.node)
+            else:
                 now.deliveries[download.node] = Delivery(download.payload_bytes, framing_bytes)
                 if now.is_delivered and not now.is_recorded:
                     now.is_recorded = True
@@ -278,7 +281,7 @@ class ParameterServer:
         """Whether every round is closed, and delivered to all who took part in it."""
         with self._monitor:
             last = self._ledger.kept.get(len(self._ledger.steps) - 1)
-            return self._ledger.open is None and (last is None or last.is_delivered)
+            return self._ledger.open is None and (last is None or not last.waited_for)
 
     @property
     def rounds_closed(self) -> int:
@@ -302,9 +305,7 @@ class ParameterServer:
         """All global weights with which the open round begins, in a file that stays as it is."""
         index = self._ledger.rounds_closed
         if request.round == index:
-            self._monitor.wait(
-                lambda: not self._closing.is_forming or self._ledger.rounds_closed != index, is_cancelled
-            )
+            self._monitor.wait(lambda: self._ledger.rounds_closed != index or self._is_undecided, is_cancelled)
         if request.round != self._ledger.rounds_closed:
             raise self._stale(request.node, request.round)
         steps = self._ledger.steps
@@ -329,6 +330,12 @@ class ParameterServer:
             for start, spec in zip(self.state.starts, self.schema, strict=False)
         ]
         return Download(self, now, request.node, manifest, is_cancelled, segments)
+
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether it is open who takes part in the open round: what it began with then still is of use."""
+        now = self._ledger.open
+        return not self._closing.is_forming and (now is None or now.decision is None)
 
     def _write_snapshot(self, index: int) -> None:
         folder = self.journal.path(index)

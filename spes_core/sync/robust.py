@@ -40,10 +40,10 @@ def combine(
     ``rule`` is aggregate.rule, given apart so that a caller can ask for the plain mean of some tensors.
     ``values`` and ``weights`` (tokens) are in ascending order of node, values finite and at most `LARGEST`; ``scales``
     are those nodes' `clip_scales`, needed by "clipped" alone. ``out`` shares no memory with the rest; ``scratch`` is
-    `make_scratch`'s. One contribution passes bitwise under every rule but "clipped".
+    `make_scratch`'s. One contribution passes bitwise under every rule: nothing tells whether it is too long.
     """
     assert len(values) == len(weights) >= 1 and all(one.size == old.size == out.size for one in values)
-    if rule == "clipped":
+    if rule == "clipped" and len(values) > 1:
         assert scales is not None and len(scales) == len(values)
         _clipped_mean(old, values, weights, scales, out, scratch)
     elif cut := _num_cut(rule, aggregate.trim_fraction, len(values)):

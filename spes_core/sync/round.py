@@ -67,6 +67,8 @@ class Round:
     """Monotonic time at which the last upload that takes part was whole."""
     contributions: dict[int, Contribution] = field(default_factory=dict)
     deliveries: dict[int, Delivery] = field(default_factory=dict)
+    returned: set[int] = field(default_factory=set)
+    """Nodes that have fetched all weights after it."""
     tokens: int = 0
     """Training tokens of all nodes in all rounds up to this one; set when it closes."""
     aggregate_s: float = 0.0
@@ -100,6 +102,14 @@ class Round:
         """Whether everyone who takes part has its result."""
         return self.decision is not None and all(node in self.deliveries for node in self.decision.nodes)
 
+    @property
+    def waited_for(self) -> list[int]:
+        """Nodes that do not yet have its outcome: of those that take part, and of those in quarantine."""
+        if self.decision is None:
+            return []
+        missing = [node for node in self.decision.nodes if node not in self.deliveries]
+        return missing + [node for node in self.decision.quarantined if node not in self.returned]
+
     def has_passed(self, node: int, tensor: int) -> bool:
         """Whether all that ``node`` trains up to and including ``tensor`` is stored."""
         part = self.contributions.get(node)
@@ -117,9 +127,7 @@ class Round:
 
     def missing_deliveries(self) -> str:
         """Who has not fetched the result, in words."""
-        assert self.decision is not None
-        missing = [node for node in self.decision.nodes if node not in self.deliveries]
-        return "; ".join(f"node {node} has not downloaded" for node in missing)
+        return "; ".join(f"node {node} has not downloaded" for node in self.waited_for)
 
     def summary(self) -> dict[str, Any]:
         """The fields of the "round" event of a closed round."""

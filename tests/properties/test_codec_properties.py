@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -41,6 +41,8 @@ def same_bits(one: Values, other: Values) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(values=changes)
+@example(values=np.nextafter(np.float32([127, 3]), np.float32(np.inf)))  # a last bit that lifts the scale
+@example(values=np.nextafter(np.float32([7, 3]), np.float32(np.inf)))
 @settings(deadline=None, max_examples=60)
 def test_bytes_and_values_are_those_of_the_definition(name: str, values: Values) -> None:
     codec = make_codec(name)
@@ -174,6 +176,16 @@ def test_a_value_that_no_codec_can_send_is_refused(name: str, bad: float, size: 
 
 
 @pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_is_taken_stays_finite_up_to_its_largest_magnitude(name: str, sign: int) -> None:
+    codec, largest = make_codec(name), np.full(130, sign * 2.0**127, dtype=np.float32)
+    decoded = codec.decode(codec.encode(largest), np.empty_like(largest))
+    assert np.abs(decoded / largest - 1).max() <= 2**-7
+    with pytest.raises(Unencodable):
+        codec.encode(np.nextafter(largest, np.float32(sign * np.inf)))
+
+
+@pytest.mark.parametrize("name", LOSSY)
 def test_a_change_that_overflows_is_refused(name: str) -> None:
     largest = np.full(3, np.finfo(np.float32).max)
     with pytest.raises(Unencodable):
@@ -198,5 +210,8 @@ def test_a_hostile_scale_decodes_to_values_that_nobody_uses(name: str, scale: in
     codec = make_codec(name)
     payload = bytearray(codec.encode(np.linspace(-1, 1, 300, dtype=np.float32)))
     payload[codec.format.block_bytes : codec.format.block_bytes + 2] = scale.to_bytes(2, "little")
-    values = codec.decode(memoryview(payload), np.empty(300, dtype=np.float32))
+    with np.errstate(all="raise"):
+        values = codec.decode(memoryview(payload), np.empty(300, dtype=np.float32))
+        adopted = decode_change(codec, memoryview(payload), np.full(300, 1e38, dtype=np.float32), np.empty_like(values))
+    assert not np.isfinite(adopted[128:256]).all() and np.isfinite(adopted[:128]).all()
     assert not np.isfinite(values[128:256]).all() and np.isfinite(values[:128]).all()

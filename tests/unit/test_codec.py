@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from spes_core.config import WireConfig
 from spes_core.errors import ProtocolError
-from spes_core.sync.codec import make_codec
+from spes_core.sync.codec import decode_change, encode_change, make_codec
 from spes_core.sync.transfer import FORMATS, Transfer, WireFormat
 
 FLOAT32 = make_codec("float32")
@@ -121,9 +123,38 @@ def test_a_transfer_goes_on_after_the_whole_blocks_that_are_stored(
     start = 0
     for tensor, size in enumerate(sizes):
         if start + size > whole:
+            assert max(whole - start, 0) % wire.block_bytes == 0
             for offset, length in wire.chunks(size, wire.block_bytes * chunk_blocks, start=max(whole - start, 0)):
                 transfer.accept(tensor, offset, length)
         start += size
     transfer.finish()
     with pytest.raises(ProtocolError, match="after the last announced one"):
         transfer.accept(0, 0, 4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_takes_at_most_1_mib_beside_what_it_is_given(name: str) -> None:
+    codec, size = make_codec(name), 1 << 20
+    values, base, residual = (np.zeros(size, dtype=np.float32) for _ in range(3))
+    out = bytearray(codec.format.encoded_bytes(size))
+    tracemalloc.start()
+    try:
+        payload = encode_change(codec, values, base, residual if codec.has_feedback else None, out)
+        decode_change(codec, payload, base, base)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= 1 << 20
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_threads_may_share_a_codec(name: str) -> None:
+    codec = make_codec(name)
+    tensors = [np.random.default_rng(seed).standard_normal(200_001).astype(np.float32) for seed in range(6)]
+    alone = [bytes(codec.encode(values)) for values in tensors]
+    with ThreadPoolExecutor(6) as threads:
+        for _ in range(4):
+            together = list(threads.map(lambda values: bytes(codec.encode(values)), tensors))
+            assert together == alone
+            decoded = threads.map(lambda payload: codec.decode(memoryview(payload)).tobytes(), alone)
+            assert list(decoded) == [codec.decode(memoryview(payload)).tobytes() for payload in alone]

@@ -11,21 +11,28 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from spes_core.config import (
+    AggregateConfig,
     DataConfig,
+    FrozenConfig,
     LossConfig,
     MergeConfig,
     ModelConfig,
     OptimConfig,
     OuterConfig,
+    ParallelConfig,
     PartitionConfig,
+    RoundConfig,
     RunConfig,
     SyncConfig,
+    WireConfig,
 )
 from spes_core.model import counting
 from spes_core.model.decoder import Decoder
 from spes_core.model.initialise import initialise
 from spes_core.names import expert_of
+from spes_core.sync.codec import make_codec
 from spes_core.train.step import make_optimizer, train_step
+from spes_core.wireformat import FORMATS
 
 SMALL = ModelConfig(
     num_layers=2,
@@ -214,13 +221,22 @@ def test_full_sharding_divides_rows_of_each_matrix_rounded_up_or_experts_where_t
     assert parts.sync_buffers_bytes == 0
 
 
+def encoded_bytes(wire: str, num_elements: int) -> int:
+    """From the definition: blocks of 128 values, each with a scale of two bytes, and a short one at the end."""
+    bits = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}[wire]
+    blocks, rest = divmod(num_elements, 128)
+    scale_bytes = 2 if bits < 16 else 0
+    return blocks * (scale_bytes + 16 * bits) + (scale_bytes + (rest * bits + 7) // 8 if rest else 0)
+
+
 def numbers(config: RunConfig, node: int, merged: bool = False) -> tuple[int, int]:
     found = counting.round_bytes(config, node, merged)
     return found.uplink_payload_bytes, found.downlink_payload_bytes
 
 
-def shared_and_expert_bytes(model: ModelConfig) -> tuple[int, int]:
-    sizes = {name: 4 * prod(shape) for name, shape in counting.tensor_shapes(model).items()}
+def shared_and_expert_bytes(model: ModelConfig, wire: str = "float32") -> tuple[int, int]:
+    shapes = counting.tensor_shapes(model).items()
+    sizes = {name: encoded_bytes(wire, prod(shape)) for name, shape in shapes}
     experts = sum(size for name, size in sizes.items() if expert_of(name) is not None)
     return sum(sizes.values()) - experts, experts
 
@@ -230,6 +246,63 @@ def test_a_sparse_node_sends_its_share_and_receives_the_rest() -> None:
     config = RunConfig(model=SMALL, nodes=4)
     assert numbers(config, 1) == (shared + experts // 4, shared + experts * 3 // 4)
     assert numbers(config, 1, merged=True) == (shared + experts // 4, shared + experts)
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("model", [SMALL, replace(SMALL, d_model=36, expert_hidden=12, vocab_size=97)])
+def test_bytes_follow_the_codec_tensor_by_tensor(model: ModelConfig, wire: str) -> None:
+    shared, experts = shared_and_expert_bytes(model, wire)
+    config = RunConfig(model=model, nodes=4, wire=WireConfig(dtype=wire))  # type: ignore[arg-type]
+    assert numbers(config, 2) == (shared + experts // 4, shared + experts * 3 // 4)
+    assert numbers(config, 2, merged=True) == (shared + experts // 4, shared + experts)
+
+
+def test_a_round_of_7b_on_4_nodes_moves_what_was_promised() -> None:
+    config = RunConfig(model=SEVEN_B, nodes=4)
+    up, down = numbers(config, 0)
+    # The released design sends everything back to everyone; its paper says 9.8 + 28.6 = 38.4 GB for its own 7B.
+    assert (up + 4 * counting.parameter_counts(SEVEN_B, ()).total) / 1e9 == pytest.approx(38.4, rel=0.03)
+    moved = {
+        wire: sum(numbers(replace(config, wire=WireConfig(dtype=wire)), node=0)) / 1e9  # type: ignore[arg-type]
+        for wire in ("float32", "bfloat16", "int8", "int4")
+    }
+    assert moved["float32"] == (up + down) / 1e9
+    assert moved["bfloat16"] <= 16.5
+    assert moved["int8"] <= 8.4
+    assert moved["int4"] <= 4.3
+
+
+@pytest.mark.parametrize(("wire", "copies"), [("float32", 0), ("bfloat16", 1), ("int8", 2), ("int4", 2)])
+def test_changes_need_copies_of_what_a_node_trains(wire: str, copies: int) -> None:
+    config = RunConfig(model=SMALL, nodes=4, wire=WireConfig(dtype=wire))  # type: ignore[arg-type]
+    trained, embedding = counting.parameter_counts(SMALL, (1,)).trained, 96 * 32
+    chunk_and_encoded = 4 * embedding + (encoded_bytes(wire, embedding) if copies else 0)
+    assert counting.memory(config, 1).sync_buffers_bytes == 4 * copies * trained + chunk_and_encoded
+    grouped = replace(config, parallel=ParallelConfig(ranks_per_node=2))
+    assert counting.sync_buffers_bytes(grouped, 1) - counting.sync_buffers_bytes(config, 1) == 4 * embedding
+
+
+def test_rounded_frozen_experts_need_their_exact_values_where_a_round_may_not_send_them() -> None:
+    config = RunConfig(model=SMALL, nodes=4, frozen=FrozenConfig(dtype="bfloat16"))
+    frozen, staged, chunk = 3 * counting.parameter_counts(SMALL, ()).per_expert, 2 * 24 * 32, 96 * 32
+    assert counting.sync_buffers_bytes(config, 1) == 4 * (staged + chunk)
+    for dropping in (
+        replace(config, round=RoundConfig(quorum=0.5)),
+        replace(config, aggregate=AggregateConfig(quarantine_factor=3.0)),
+    ):
+        assert counting.sync_buffers_bytes(dropping, 1) == 4 * (staged + chunk + frozen)
+    rounded, exact = (
+        replace(config, wire=WireConfig(dtype="int8"), frozen=FrozenConfig(dtype=dtype))  # type: ignore[arg-type]
+        for dtype in ("bfloat16", "float32")
+    )
+    more = counting.sync_buffers_bytes(rounded, 1) - counting.sync_buffers_bytes(exact, 1)
+    assert more == 4 * (frozen + staged)
+
+
+def test_every_codec_is_counted_as_it_is() -> None:
+    codecs = {name: make_codec(name) for name in FORMATS}
+    assert tuple(name for name, codec in codecs.items() if codec.is_delta) == counting.DELTA_CODECS
+    assert tuple(name for name, codec in codecs.items() if codec.has_feedback) == counting.FEEDBACK_CODECS
 
 
 def test_an_expert_with_two_owners_comes_back_to_both() -> None:

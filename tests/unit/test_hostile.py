@@ -199,11 +199,11 @@ def test_absurd_lengths_and_lists_are_refused_before_they_cost_memory(
     with pytest.raises(grpc.RpcError) as raised:
         stranger.send(manifest, bytes(64 << 20))
     assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    # Two bytes on the wire for each entry of a list; more than two megabytes are not even looked at.
+    # Two bytes on the wire for each entry of a list; more than one megabyte is not even looked at.
     many = b"\x3a\x00" * (MAX_RECORD_BYTES // 2)
     tracemalloc.start()
     assert f"lists {MAX_RECORD_BYTES // 2} entries; at most {MAX_ITEMS}" in refused(lambda: stranger.join(many))
-    assert "JoinRequest has 2097154 bytes; at most 2097152" in refused(lambda: stranger.join(many + b"\x3a\x00"))
+    assert "JoinRequest has 1048578 bytes; at most 1048576" in refused(lambda: stranger.join(many + b"\x3a\x00"))
     assert tracemalloc.get_traced_memory()[1] < 40 << 20
     tracemalloc.stop()
 

@@ -8,7 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from spes_core.config import AggregateConfig
+from spes_core.config import AggregateConfig, from_dict
+from spes_core.errors import ConfigError
 from spes_core.sync.aggregate import make_scratch
 from spes_core.sync.robust import UpdateLength, _comparators, clip_scales, combine, needs_lengths, quarantined
 
@@ -76,10 +77,15 @@ def test_an_update_that_is_not_clipped_passes_bitwise() -> None:
     """old + (x − old) would not always be x."""
     old, value = np.array([1e8], dtype=np.float32), np.array([1e-8], dtype=np.float32)
     out = np.empty(1, dtype=np.float32)
-    combine("clipped", old, [value], [1], AggregateConfig(rule="clipped"), (1.0,), out, SCRATCH)
-    assert out.tobytes() == value.tobytes()
-    combine("clipped", old, [value], [1], AggregateConfig(rule="clipped"), (0.0,), out, SCRATCH)
-    assert out.tobytes() == old.tobytes()
+
+    def clip(*scales: float) -> bytes:
+        values, tokens = [value] * len(scales), [1] * len(scales)
+        combine("clipped", old, values, tokens, AggregateConfig(rule="clipped"), scales, out, SCRATCH)
+        return out.tobytes()
+
+    assert clip(1.0, 1.0) == value.tobytes()
+    assert clip(0.0, 0.0) == old.tobytes()
+    assert clip(0.0) == value.tobytes()  # with one trainer there is nobody to compare it with
 
 
 def test_clip_scales_by_hand() -> None:
@@ -141,3 +147,28 @@ def test_the_comparators_sort_every_row_of_zeros_and_ones(count: int) -> None:
             if row[low] > row[high]:
                 row[low], row[high] = row[high], row[low]
         assert row == sorted(bits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "path"),
+    [
+        ({"rule": "trimmed", "trim_fraction": 0.24}, "aggregate.trim_fraction"),
+        ({"quarantine_factor": 0.9}, "aggregate.quarantine_factor"),
+    ],
+)
+def test_a_rule_that_would_do_nothing_or_the_opposite_is_refused(settings: dict[str, object], path: str) -> None:
+    with pytest.raises(ConfigError, match=path):
+        from_dict({"nodes": 4, "aggregate": settings})
+
+
+def test_two_nodes_have_no_outlier() -> None:
+    with pytest.raises(ConfigError, match=r"quarantine_factor.*at least 3 nodes"):
+        from_dict({"nodes": 2, "aggregate": {"quarantine_factor": 3.0}})
+
+
+@pytest.mark.parametrize("nodes", range(3, 41))
+def test_a_trim_fraction_of_one_node_is_allowed_and_cuts_one(nodes: int) -> None:
+    batch = {"data": {"global_batch_sequences": 4 * nodes}}
+    config = from_dict({"nodes": nodes, "aggregate": {"rule": "trimmed", "trim_fraction": 1 / nodes}, **batch})
+    values = [0.0] * (nodes - 1) + [1000.0]
+    assert combined("trimmed", values, trim_fraction=config.aggregate.trim_fraction) == 0.0

@@ -1,80 +1,91 @@
-"""Over a real socket the same rounds give the same bits, and no bytes that a stranger sends do harm."""
+"""Over a real socket rounds give the same bits as without one, whatever the connection and strangers do meanwhile."""
 
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
-import grpc
+import numpy as np
 import pytest
-import torch
-from google.protobuf import descriptor_pb2
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from spes_core.config import PartitionConfig, RoundConfig
-from spes_core.errors import ProtocolError, Refused, RoundFailed, Unreachable
-from spes_core.protocol import channel, frames, sync_pb2
+from spes_core.config import PartitionConfig, RoundConfig, RunConfig
+from spes_core.errors import Refused, RoundFailed, Unreachable
+from spes_core.protocol import frames
 from spes_core.protocol.client import SyncClient
 from spes_core.protocol.frames import Kind, pack
-from spes_core.protocol.translate import from_bytes, to_bytes
+from spes_core.protocol.translate import to_bytes
+from spes_core.sync.client import Client
 from spes_core.sync.inprocess import LocalClient
-from spes_core.sync.messages import UploadManifest, make_hello
+from spes_core.sync.messages import make_hello
+from tests.bare_node import BareNode
+from tests.cut_proxy import cut_proxy
 from tests.small_rounds import (
     FULL,
-    PlainDecoder,
     Recorder,
     in_thread,
-    make_exchange,
+    initial_values,
     make_server,
-    run_rounds,
+    running,
     served,
     small_config,
     small_schema,
 )
+from tests.strangers import Stranger, manifest_of, refused, with_flipped_bit
 
 CONFIG = small_config()
 SCHEMA = small_schema(CONFIG)
 
 
+def take_part(config: RunConfig, make_client: Callable[[int], Client]) -> tuple[list[BareNode], list[Any]]:
+    """All nodes through both rounds, each in a thread; the nodes, and what each reports of its rounds."""
+    nodes = [BareNode(make_client(node), config, node, initial_values(config)) for node in range(config.nodes)]
+    with ThreadPoolExecutor(config.nodes) as pool:
+        reports = list(pool.map(BareNode.take_part, nodes))
+    return nodes, reports
+
+
+def undisturbed(config: RunConfig) -> BareNode:
+    """A node after the same rounds without a network."""
+    local = make_server(config)
+    with running(local):
+        nodes, _ = take_part(config, lambda node: LocalClient(local))
+    return nodes[0]
+
+
+def same(one: BareNode, other: BareNode) -> bool:
+    return all(np.array_equal(left, right) for left, right in zip(one.values, other.values, strict=True))
+
+
 @pytest.mark.parametrize("partition", [PartitionConfig(), FULL], ids=["sparse", "full"])
 def test_grpc_and_in_process_give_the_same_bits(partition: PartitionConfig) -> None:
     config = small_config(nodes=3, partition=partition)
-    local = make_server(config)
-    expected, _ = run_rounds(config, lambda node: LocalClient(local))
     core = make_server(config)
-    with served(core, config) as address:
-        decoders, _ = run_rounds(config, lambda node: SyncClient(address, config, node))
-        core.wait_finished()
-    for decoder in decoders:
-        assert all(torch.equal(decoder.weights[name], expected[0].weights[name]) for name in expected[0].weights)
+    with served(core, config) as address, running(core) as outcome:
+        nodes, _ = take_part(config, lambda node: SyncClient(address, config, node))
+    assert outcome == [None]
+    expected = undisturbed(config)
+    assert all(same(node, expected) for node in nodes)
 
 
 def test_node_and_server_count_the_same_bytes() -> None:
     recorder = Recorder()
     core = make_server(CONFIG, recorder)
-    with served(core, CONFIG) as address:
-        _, reports = run_rounds(CONFIG, lambda node: SyncClient(address, CONFIG, node))
-        core.wait_finished()
+    with served(core, CONFIG) as address, running(core):
+        nodes, reports = take_part(CONFIG, lambda node: SyncClient(address, CONFIG, node))
     for event, row in zip(recorder.of("round"), zip(*reports, strict=True), strict=True):
-        for field in (
-            "uplink_payload_bytes",
-            "uplink_framing_bytes",
-            "downlink_payload_bytes",
-            "downlink_framing_bytes",
-        ):
-            assert event[field] == {node: getattr(report, field) for node, report in enumerate(row)}, field
-        wire = core.wire
-        sizes = [wire.encoded_bytes(SCHEMA[index].num_elements) for index in core.trained_by(1)]
-        assert row[1].uplink_payload_bytes == sum(sizes)
-        chunks = sum(len(list(wire.chunks(size, CONFIG.wire.chunk_bytes))) for size in sizes)
-        manifest = row[1].uplink_framing_bytes - (chunks + 2) * frames.HEADER_BYTES
+        for direction, index in (("uplink", 0), ("downlink", 1)):
+            for part in ("payload", "framing"):
+                counted = {node: getattr(report[index], f"{part}_bytes") for node, report in enumerate(row)}
+                assert event[f"{direction}_{part}_bytes"] == counted, (direction, part)
+        sizes = [core.wire.encoded_bytes(SCHEMA[index].num_elements) for index in nodes[1].trained]
+        assert row[1][0].payload_bytes == sum(sizes)
+        chunks = sum(len(list(core.wire.chunks(size, CONFIG.wire.chunk_bytes))) for size in sizes)
+        manifest = row[1][0].framing_bytes - (chunks + 2) * frames.HEADER_BYTES
         assert 50 < manifest < 200
 
 
@@ -84,49 +95,37 @@ def test_the_times_of_a_round_do_not_overlap() -> None:
 
     def node_main(node: int) -> Any:
         with SyncClient(address, CONFIG, node) as client:
-            exchange, decoder = make_exchange(client, CONFIG, node)
-            exchange.join()
-            decoder.train(CONFIG, node, 0)
+            bare = BareNode(client, CONFIG, node, initial_values(CONFIG))
+            bare.join()
+            bare.train(0)
             time.sleep(0.3 * node)
             began_s = time.perf_counter()
-            report = exchange.run_round(0, 2, 100)
+            reports = bare.upload(0), bare.download(0)
             elapsed_s[node] = time.perf_counter() - began_s
-            return report
+            return reports
 
-    with served(core, CONFIG) as address:
+    with served(core, CONFIG) as address, running(core):
         waiting = in_thread(lambda: node_main(0))
         late = node_main(1)
         waiting[0].join(10)
         early = waiting[1][0]
-    for node, report in enumerate((early, late)):
-        parts = report.serialise_s + report.transfer_s + report.wait_s + report.merge_s + report.aggregate_s
+    for node, (up, down) in enumerate((early, late)):
+        parts = up.serialise_s + up.transfer_s + down.serialise_s + down.transfer_s + down.wait_s
+        parts += down.summary.aggregate_s + down.summary.merge_s
         assert 0 < parts <= elapsed_s[node] * 1.05 + 0.02
-    assert early.wait_s > 0.2 > late.wait_s
+    assert early[1].wait_s > 0.2 > late[1].wait_s
 
 
-@pytest.mark.parametrize("record", [make_hello(CONFIG, SCHEMA, 1)], ids=["hello"])
-def test_records_survive_translation(record: Any) -> None:
-    assert from_bytes(type(record), to_bytes(record)) == record
-
-
-def test_the_generated_protobuf_file_describes_what_sync_proto_says(tmp_path: Path) -> None:
-    # Descriptors, not text: another release of the generator writes other headers.
-    root, made = Path(__file__).parents[2], tmp_path / "descriptors"
-    command = [
-        sys.executable,
-        "-m",
-        "grpc_tools.protoc",
-        f"-I{root}",
-        f"--descriptor_set_out={made}",
-    ]
-    subprocess.run([*command, "spes_core/protocol/sync.proto"], check=True, cwd=root)
-    (described,) = descriptor_pb2.FileDescriptorSet.FromString(made.read_bytes()).file
-    committed = descriptor_pb2.FileDescriptorProto()
-    sync_pb2.DESCRIPTOR.CopyToProto(committed)
-    for message in described.message_type:
-        for field in message.field:
-            field.ClearField("json_name")
-    assert committed == described
+def test_cut_connections_change_no_bit_of_a_run() -> None:
+    core = make_server(CONFIG)
+    with served(core, CONFIG) as address, cut_proxy(address) as proxy, running(core) as outcome:
+        proxy.cut_after("up", 8_000, 9_000, 20_000)
+        proxy.cut_after("down", 6_000, 9_000, 12_000)
+        nodes, _ = take_part(CONFIG, lambda node: SyncClient(proxy.address, CONFIG, node))
+        assert proxy.cuts >= 3
+    assert outcome == [None]
+    expected = undisturbed(CONFIG)
+    assert all(same(node, expected) for node in nodes)
 
 
 # Errors reach the node
@@ -134,237 +133,123 @@ def test_the_generated_protobuf_file_describes_what_sync_proto_says(tmp_path: Pa
 
 def test_a_refusal_reaches_the_node_with_its_reason() -> None:
     other = small_config(seed=9)
-    with served(make_server(CONFIG), CONFIG) as address, SyncClient(address, other, 0) as client:
-        exchange, _ = make_exchange(client, other, 0)
-        with pytest.raises(
-            Refused, match=r"the server refused node 0: this node belongs to another run: seed 9, here 0"
-        ):
-            exchange.join()
+    with (
+        served(make_server(CONFIG), CONFIG) as address,
+        SyncClient(address, other, 0) as client,
+        pytest.raises(Refused, match="the server refused node 0: this node belongs to another run: seed 9, here 0"),
+    ):
+        client.join(make_hello(other, SCHEMA, 0))
 
 
 def test_a_dead_peer_ends_the_round_for_all_by_name() -> None:
     config = small_config(nodes=3, round=RoundConfig(timeout_s=1.0))
     core = make_server(config)
-    with served(core, config) as address:
+    with served(core, config) as address, running(core) as outcome:
         clients = [SyncClient(address, config, node) for node in range(3)]
-        nodes = [make_exchange(client, config, node) for node, client in enumerate(clients)]
-        for exchange, _ in nodes:
-            exchange.join()
+        nodes = [BareNode(client, config, node, initial_values(config)) for node, client in enumerate(clients)]
+        for node in nodes:
+            node.join()
         clients[2].close()  # node 2 dies
-        waiting = [in_thread(lambda exchange=nodes[n][0]: exchange.run_round(0, 2, 100)) for n in range(2)]
+        waiting = [in_thread(lambda node=node: (node.upload(0), node.download(0))) for node in nodes[:2]]
         began_s = time.monotonic()
-        with pytest.raises(RoundFailed, match="node 2 has not uploaded"):
-            core.wait_finished()
-        for thread, outcome in waiting:
-            thread.join(5)
-            assert isinstance(outcome[0], RoundFailed)
-            assert "round 0 was not complete within round.timeout_s (1): node 2 has not uploaded" in str(outcome[0])
-        assert time.monotonic() - began_s < 3
+        for thread, result in waiting:
+            thread.join(8)
+            assert isinstance(result[0], RoundFailed), result
+            assert "node 2" in str(result[0]) and "round.timeout_s (1)" in str(result[0])
+        assert time.monotonic() - began_s < 5
+    assert isinstance(outcome[0], RoundFailed)
 
 
-def test_a_server_that_vanishes_gives_one_clear_error_at_once() -> None:
-    core = make_server(CONFIG)
-    with served(core, CONFIG) as address:
-        client = SyncClient(address, CONFIG, 0)
-        exchange, _ = make_exchange(client, CONFIG, 0)
-        exchange.join()
-        thread, outcome = in_thread(lambda: exchange.run_round(0, 2, 100))
-        time.sleep(0.2)
-        assert thread.is_alive()
-    thread.join(5)
-    assert isinstance(outcome[0], Unreachable | ProtocolError)
-    began_s = time.monotonic()
-    with pytest.raises(Unreachable, match=f"the server at {address} went away or cannot be reached"):
-        exchange.run_round(0, 2, 100)
-    assert time.monotonic() - began_s < 5
+def test_a_server_that_vanishes_gives_one_clear_error_when_patience_ends() -> None:
+    config = small_config(round=RoundConfig(timeout_s=30, retry_s=0.5))
+    core = make_server(config)
+    with running(core):
+        with served(core, config) as address:
+            node = BareNode(SyncClient(address, config, 0), config, 0, initial_values(config))
+            node.join()
+            thread, outcome = in_thread(lambda: (node.upload(0), node.download(0)))
+            time.sleep(0.3)
+            assert thread.is_alive()
+        thread.join(8)
+        assert isinstance(outcome[0], Unreachable)
+        assert f"the server at {address} cannot be reached, after trying for 0." in str(outcome[0])
 
 
-def test_a_server_that_never_listens_is_given_up_on() -> None:
-    with (
-        SyncClient("127.0.0.1:1", CONFIG, 0, connect_timeout_s=0.5) as client,
-        pytest.raises(Unreachable, match=r"no server answered at 127\.0\.0\.1:1 within 0\.5 s"),
-    ):
-        client.join(make_hello(CONFIG, SCHEMA, 0))
+# Hostile bytes on a live run
 
 
-def test_an_error_while_encoding_is_raised_as_itself() -> None:
-    core = make_server(CONFIG)
-    with served(core, CONFIG) as address, SyncClient(address, CONFIG, 0) as client:
-        client.join(make_hello(CONFIG, SCHEMA, 0))
-
-        def broken(tensor: int) -> memoryview:
-            raise ZeroDivisionError("while encoding")
-
-        with pytest.raises(ZeroDivisionError, match="while encoding"):
-            client.upload(round=0, step=2, tokens=1, tensors=core.trained_by(0), payload_of=broken)
-
-
-# Hostile bytes on a live server
-
-
-class Intruder:
-    """Sends raw messages to a server that two honest nodes then use."""
-
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address, options=channel.OPTIONS)
-        self.join = self.channel.unary_unary("/spes.Sync/Join", None, None)
-        self.upload = self.channel.stream_unary("/spes.Sync/Upload", None, None)
-        self.download = self.channel.stream_stream("/spes.Sync/Download", None, None)
-
-    def manifest(self, address: str) -> bytes:
-        """A valid announcement of node 0, who has joined."""
-        welcome = SyncClient(address, CONFIG, 0).join(make_hello(CONFIG, SCHEMA, 0))
-        tensors = tuple(i for i, spec in enumerate(SCHEMA) if CONFIG.make_partition().trains(0, spec.name))
-        manifest = UploadManifest(
-            node=0, session=welcome.session, round=0, step=2, tokens=1, codec="float32", tensors=tensors
-        )
-        return pack(Kind.MANIFEST, to_bytes(manifest))
-
-
-def refused(call: Callable[[], Any]) -> str:
-    with pytest.raises(grpc.RpcError) as raised:
-        call()
-    assert raised.value.code() == grpc.StatusCode.FAILED_PRECONDITION, raised.value
-    return str(raised.value.details())
-
-
-def one_then_silence(messages: list[bytes], until: threading.Event) -> Iterator[bytes]:
-    yield from messages
-    until.wait(5)
-
-
-def test_nothing_hostile_passes_and_the_honest_nodes_finish() -> None:
+def test_nothing_hostile_passes_and_the_honest_nodes_finish_with_the_right_bits() -> None:
     recorder = Recorder()
     core = make_server(CONFIG, recorder)
-    with served(core, CONFIG) as address:
-        intruder = Intruder(address)
-        manifest = intruder.manifest(address)
-        flipped = bytearray(pack(Kind.CHUNK, bytes(1024)))
-        flipped[500] ^= 1
-        assert "looks like a pickle" in refused(
-            lambda: intruder.upload(iter([pickle.dumps({"a": 1} | dict.fromkeys(range(50)))]))
-        )
-        assert "MANIFEST was due" in refused(lambda: intruder.upload(iter([pack(Kind.END)])))
-        assert "UploadManifest cannot be read" in refused(
-            lambda: intruder.upload(iter([pack(Kind.MANIFEST, b"\xff" * 40)]))
-        )
-        assert "node 0: the checksum of a frame (tensor 0, byte 0, 1024 bytes)" in refused(
-            lambda: intruder.upload(iter([manifest, bytes(flipped)]))
-        )
-        assert "node 0: chunk of tensor 4000000000 at byte 0" in refused(
-            lambda: intruder.upload(iter([manifest, pack(Kind.CHUNK, bytes(8), tensor=4_000_000_000)]))
-        )
-        assert "came inside an upload" in refused(lambda: intruder.upload(iter([manifest, pack(Kind.REQUEST)])))
-        assert "stream ended early" in refused(lambda: intruder.upload(iter([manifest])))
-        assert "has 1022 bytes" in refused(lambda: intruder.upload(iter([manifest, pack(Kind.CHUNK, bytes(1022))])))
-        assert "JoinRequest cannot be read" in refused(lambda: intruder.join(b"\xff" * 30))
-        assert "DownloadRequest cannot be read" in refused(
-            lambda: list(intruder.download(iter([pack(Kind.REQUEST, b"\xff" * 9)])))
-        )
-        with pytest.raises(grpc.RpcError) as raised:
-            intruder.upload(iter([bytes(frames.MAX_FRAME_BYTES + 1)]))
-        assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert all("127.0.0.1" in e["reason"] or e["node"] == 0 for e in recorder.of("refusal"))
-        decoders, _ = run_rounds(CONFIG, lambda node: SyncClient(address, CONFIG, node))
-    local = make_server(CONFIG)
-    expected, _ = run_rounds(CONFIG, lambda node: LocalClient(local))
-    assert all(torch.equal(decoders[0].weights[n], expected[0].weights[n]) for n in expected[0].weights)
+    partition = CONFIG.make_partition()
+    trained = tuple(i for i, spec in enumerate(SCHEMA) if partition.trains(0, spec.name))
+    foreign = next(i for i, spec in enumerate(SCHEMA) if not partition.trains(0, spec.name))
+    with served(core, CONFIG) as address, running(core) as outcome, Stranger(address) as stranger:
+        session = SyncClient(address, CONFIG, 0).join(make_hello(CONFIG, SCHEMA, 0)).session
+        manifest = manifest_of(session, 0, trained)
+        chunk = pack(Kind.CHUNK, np.ones(256, np.float32).data.cast("B"), tensor=trained[0])
+        nan = pack(Kind.CHUNK, np.full(256, np.nan, np.float32).data.cast("B"), tensor=trained[0])
+        for text, call in (
+            ("looks like a pickle", lambda: stranger.send(pickle.dumps({"a": 1} | dict.fromkeys(range(50))))),
+            ("MANIFEST was due", lambda: stranger.send(pack(Kind.END))),
+            ("UploadManifest cannot be read", lambda: stranger.send(pack(Kind.MANIFEST, b"\xff" * 40))),
+            ("node 0: the checksum of a frame", lambda: stranger.send(manifest, with_flipped_bit(chunk, "payload"))),
+            ("has NaN or infinite values", lambda: stranger.send(manifest, nan)),
+            ("where tensor 0 at byte 1024 was due", lambda: stranger.send(manifest, chunk, chunk)),
+            ("announced tensors", lambda: stranger.send(manifest_of(session, 0, (*trained, foreign)))),
+            ("announced tensors", lambda: stranger.send(manifest_of(session, 0, (0, 0)))),
+            ("announced tensors", lambda: stranger.send(manifest_of(session, 0, (4_000_000_000,)))),
+            ("codec", lambda: stranger.send(manifest_of(session, 0, trained, codec="int4"))),
+            ("tokens", lambda: stranger.send(manifest_of(session, 0, trained, tokens=0))),
+            ("step", lambda: stranger.send(manifest_of(session, 0, trained, step=2**63))),
+            ("round", lambda: stranger.send(manifest_of(session, 0, trained, round=2**31))),
+            ("another process has joined", lambda: stranger.send(manifest_of(b"0" * 16, 0, trained))),
+            (
+                "another run: seed 9, here 0",
+                lambda: stranger.join(to_bytes(make_hello(small_config(seed=9), SCHEMA, 1))),
+            ),
+            (
+                "another run",
+                lambda: stranger.join(
+                    to_bytes(
+                        replace(make_hello(CONFIG, SCHEMA, 1), schema=(replace(SCHEMA[0], shape=(1,)), *SCHEMA[1:]))
+                    )
+                ),
+            ),
+        ):
+            assert text in refused(call), text
+        blamed = {event["node"] for event in recorder.of("refusal")}
+        assert blamed == {None, 0, 1}
+        assert all("127.0.0.1" in event["reason"] for event in recorder.of("refusal") if event["node"] is None)
+        nodes, _ = take_part(CONFIG, lambda node: SyncClient(address, CONFIG, node))
+    assert outcome == [None]
+    assert same(nodes[0], undisturbed(CONFIG))
 
 
-@pytest.fixture(scope="module")
-def live() -> Iterator[Intruder]:
-    with served(make_server(CONFIG), CONFIG) as address:
-        yield Intruder(address)
-
-
-@given(
-    st.lists(
-        st.one_of(st.binary(max_size=80), st.binary(max_size=60).map(lambda b: pack(Kind.MANIFEST, b))),
-        max_size=3,
-    )
-)
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_random_messages_are_answered_by_a_refusal(live: Intruder, messages: list[bytes]) -> None:
-    refused(lambda: live.upload(iter(messages)))
-    refused(lambda: list(live.download(iter(messages))))
-
-
-def test_an_upload_cut_off_by_a_dying_node_can_be_sent_again() -> None:
+def test_an_upload_that_a_dying_node_left_is_gone_on_with() -> None:
     core = make_server(CONFIG)
-    with served(core, CONFIG) as address:
-        intruder = Intruder(address)
-        manifest = intruder.manifest(address)
-        weights = PlainDecoder(CONFIG)
-        weights.train(CONFIG, 0, 0)
-        embedding = weights.weights["embedding"].numpy().tobytes()
-        until = threading.Event()
-        call = intruder.upload.future(
-            one_then_silence([manifest, pack(Kind.CHUNK, memoryview(embedding)[:1024])], until)
-        )
-        while core.state.tensor(0)[:256].tobytes() != embedding[:1024]:
+    until = threading.Event()
+    with served(core, CONFIG) as address, running(core), Stranger(address) as stranger:
+        first = BareNode(SyncClient(address, CONFIG, 0), CONFIG, 0, initial_values(CONFIG))
+        session = first.join().session
+        first.train(0)
+        begun = [manifest_of(session, 0, first.trained, tokens=100)]
+        begun.append(pack(Kind.CHUNK, first.payload(0)[:1024], tensor=0))
+
+        def dying() -> Any:
+            yield from begun
+            until.wait(10)
+
+        call = stranger.upload(dying())
+        while not (stored := list(core.journal.folder.glob("0/node-0.upload"))) or stored[0].stat().st_size < 1024:
             time.sleep(0.01)
         call.cancel()
         until.set()
-
-        def node_main(node: int) -> PlainDecoder:
-            exchange, decoder = make_exchange(SyncClient(address, CONFIG, node), CONFIG, node)
-            exchange.join()
-            decoder.train(CONFIG, node, 0)
-            exchange.run_round(0, 2, 1)
-            return decoder
-
-        other = in_thread(lambda: node_main(1))
-        first = node_main(0)
-        other[0].join(10)
-    local = make_server(CONFIG)
-
-    def undisturbed(node: int) -> PlainDecoder:
-        exchange, decoder = make_exchange(LocalClient(local), CONFIG, node)
-        exchange.join()
-        decoder.train(CONFIG, node, 0)
-        exchange.run_round(0, 2, 1)
-        return decoder
-
-    other = in_thread(lambda: undisturbed(1))
-    expected = undisturbed(0)
-    other[0].join(10)
-    assert all(torch.equal(first.weights[name], expected.weights[name]) for name in expected.weights)
-
-
-def test_a_download_that_breaks_off_can_be_asked_for_again() -> None:
-    core = make_server(CONFIG)
-    with served(core, CONFIG) as address:
-        clients = [SyncClient(address, CONFIG, node) for node in range(2)]
-
-        class Breaks:
-            def begin(self, manifest: Any) -> None: ...
-            def write(self, tensor: int, offset: int, payload: memoryview) -> None:
-                raise KeyboardInterrupt
-
-        def upload(node: int) -> None:
-            decoder = PlainDecoder(CONFIG)
-            clients[node].join(make_hello(CONFIG, SCHEMA, node))
-            weights = [t.reshape(-1).numpy().data.cast("B") for t in decoder.weights.values()]
-            clients[node].upload(
-                round=0,
-                step=2,
-                tokens=1,
-                tensors=core.trained_by(node),
-                payload_of=lambda index: weights[index],
-            )
-
-        other = in_thread(lambda: upload(1))
-        upload(0)
-        other[0].join(5)
-        with pytest.raises(KeyboardInterrupt):
-            clients[0].download(round=0, sink=Breaks())
-
-        class Collects(Breaks):
-            received = 0
-
-            def write(self, tensor: int, offset: int, payload: memoryview) -> None:
-                self.received += len(payload)
-
-        sink = Collects()
-        report = clients[0].download(round=0, sink=sink)
-        assert sink.received == report.payload_bytes > 0
+        again = BareNode(SyncClient(address, CONFIG, 0), CONFIG, 0, initial_values(CONFIG))
+        other = BareNode(SyncClient(address, CONFIG, 1), CONFIG, 1, initial_values(CONFIG))
+        partner = in_thread(other.take_part)
+        reports = again.take_part()
+        partner[0].join(10)
+    whole = sum(len(again.payload(index)) for index in again.trained)
+    assert reports[0][0].payload_bytes == whole - 1024
+    assert same(again, undisturbed(CONFIG)) and same(other, again)

@@ -17,7 +17,7 @@ FILES = sorted(STUDIES.glob("*.yaml"))
 
 
 def test_studies_ship() -> None:
-    assert {"quickstart", "sync_interval"} <= {path.stem for path in FILES}
+    assert {"quickstart", "sync_interval", "wire_codecs", "faulty_node"} <= {path.stem for path in FILES}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -36,6 +36,18 @@ def test_shipped_study_says_what_it_costs(path: Path) -> None:
     trials = len(expand(read_study(path)))
     assert first.startswith(f"# Cost: {trials} trials")
     assert f"({path.name})" in (STUDIES / "README.md").read_text()
+
+
+def test_faulty_node_puts_every_rule_and_quarantine_to_the_same_fault() -> None:
+    variants = expand(read_study(STUDIES / "faulty_node.yaml"))
+    by_arm = {arm: [v.config for v in variants if v.arm.name == arm] for arm in {v.arm.name for v in variants}}
+    rules = {"mean", "clipped", "trimmed", "median"}
+    for kind in ("noise", "sign_flip"):
+        assert {config.aggregate.rule for config in by_arm["full"] if config.faults.kind == kind} == rules
+        assert [c.aggregate.quarantine_factor for c in by_arm["sparse_quarantine"] if c.faults.kind == kind] == [3.0]
+    assert {config.faults.kind for arm in ("healthy", "sparse_healthy") for config in by_arm[arm]} == {"none"}
+    faults = {config.faults for configs in by_arm.values() for config in configs if config.faults.kind != "none"}
+    assert len({(fault.node, fault.scale, fault.from_round) for fault in faults}) == 1
 
 
 @pytest.mark.parametrize(
@@ -73,3 +85,13 @@ def test_example_in_the_readme_plans(tmp_path: Path) -> None:
         "spes-interval_steps=10-seed=0",
         "spes-interval_steps=100-seed=0",
     ]
+
+
+def test_codecs_are_compared_at_equal_rounds_and_halve_the_bytes_each_time() -> None:
+    variants = expand(read_study(STUDIES / "wire_codecs.yaml"))
+    costs = {variant.config.wire.dtype: predict(variant.config) for variant in variants}
+    assert list(costs) == ["float32", "bfloat16", "int8", "int4"]
+    assert len({(cost.steps, cost.rounds, cost.merges) for cost in costs.values()}) == 1
+    sent = [cost.uplink_gb for cost in costs.values()]
+    assert sent[1] == sent[0] / 2
+    assert 0.25 <= sent[2] / sent[0] <= 0.26 and 0.125 <= sent[3] / sent[0] <= 0.13

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from workbench.report.evidence import Evidence
-from workbench.report.findings import Analysis, cell_mean
+from workbench.report.findings import Analysis, cell_mean, reference_level
 from workbench.report.printing import (
     axis_symbol,
+    axis_value,
     count,
     join,
     loss,
@@ -37,10 +38,7 @@ def loss_against_x(analysis: Analysis) -> str:
     parts = [sample(evidence)]
     if evidence.reference is not None:
         band = " with its interval as a band" if len(evidence.seeds) > 1 else ""
-        parts.append(
-            f"Level line: the reference {evidence.reference.arm}{band}; dashed: the reference"
-            f" {'+' if evidence.smaller_is_better else '−'}{percent(evidence.tolerance, digits=0)} (tolerance)."
-        )
+        parts.append(f"Level line: the reference {evidence.reference.arm}{band}; dashed: {tolerance_line(evidence)}.")
     if analysis.spots:
         rule = "point" if len(evidence.seeds) == 1 else "upper bound of the paired difference"
         symbol = axis_symbol(evidence.x_path or "")
@@ -53,6 +51,12 @@ def loss_against_x(analysis: Analysis) -> str:
     return " ".join(parts)
 
 
+def tolerance_line(evidence: Evidence) -> str:
+    """The line that loss may not cross."""
+    sign = "+" if evidence.smaller_is_better else "−"
+    return f"the reference {sign}{percent(evidence.tolerance, digits=0)} (tolerance)"
+
+
 def unigram_entropy(evidence: Evidence) -> float | None:
     """The corpus's unigram entropy in nats; None when no trial recorded it or trials differ in it."""
     values = {trial.part("data").get("unigram_entropy_nats") for trial in evidence.done} - {None}
@@ -63,12 +67,14 @@ def uplink(evidence: Evidence) -> str:
     """Caption of the bytes figure."""
     text = (
         "Markers: counted at the transport, payload and framing, mean over nodes and seeds; lines: predicted from the"
-        " model's shape and the partition."
+        " model's shape, the partition and the type on the wire."
     )
-    level = [s.label for s in evidence.series if any(c.x is None for c in evidence.cells_of(s)) and evidence.x_values]
-    if level:
+    level = [s for s in evidence.series if any(c.x is None for c in evidence.cells_of(s)) and evidence.x_values]
+    if plain := [series.label for series in level if series not in evidence.gradient_series]:
+        text += f" Level line: {join(plain)}."
+    if rings := [series.label for series in level if series in evidence.gradient_series]:
         text += (
-            f" Level line: {join(level)}, which exchanges gradients at every step (bytes by the formula of the ring"
+            f" Level line: {join(rings)}, which exchanges gradients at every step (bytes by the formula of the ring"
             " all-reduce where the transport is not ours)."
         )
     return text + " Logarithmic scale."
@@ -77,14 +83,21 @@ def uplink(evidence: Evidence) -> str:
 def pareto(evidence: Evidence) -> str:
     """Caption of the Pareto figure."""
     symbol = axis_symbol(evidence.x_path) if evidence.x_path else ""
-    labels = f" Numbers: {symbol}." if evidence.x_values else ""
+    what = "Words" if any(isinstance(value, str) for value in evidence.x_values) else "Numbers"
+    labels = f" {what}: {symbol}." if evidence.x_values else ""
     better = "Lower left" if evidence.smaller_is_better else "Upper left"
-    return f"{better} is better.{labels} Means over seeds; the horizontal axis is logarithmic."
+    edge = f" Dashed: {tolerance_line(evidence)}." if reference_level(evidence) is not None else ""
+    if edge and len(evidence.seeds) > 1:
+        edge += " A seed moves all arms alike: the differences within seeds, under *Result*, decide."
+    return f"{better} is better.{labels}{edge} {sample(evidence)} The horizontal axis is logarithmic."
 
 
 def curves(evidence: Evidence) -> str:
     """Caption of the learning curves."""
+    values = [value for value in evidence.x_values if isinstance(value, str)]
     shade = f" Within an arm, larger {axis_symbol(evidence.x_path)} is fainter." if evidence.x_path else ""
+    if len(values) > 1:
+        shade = f" Within an arm, lines get fainter from {axis_value(values[0])} to {axis_value(values[-1])}."
     mean = " Lines: mean over seeds at the same step." if len(evidence.seeds) > 1 else ""
     return (
         f"Upper row: validation loss of the global model; lower row: training loss.{mean}{shade} Bytes are per node and"

@@ -120,12 +120,14 @@ def settings_table(evidence: Evidence) -> Table | None:
 
 
 def prediction_bytes_table(evidence: Evidence) -> Table | None:
-    """Payload bytes counted at the transport beside those predicted; they must agree exactly."""
+    """Payload bytes counted at the transport beside those predicted; they must agree exactly when all took part."""
     rows = [row for cell in evidence.cells if (row := _bytes_row(cell))]
     if not rows:
         return None
     agree = all(row["uplink_difference"] == 0 and row["downlink_difference"] == 0 for row in rows)
     verdict = "They agree to the byte." if agree else "Where the difference is not 0, one of the two is wrong."
+    if not agree and any(_had_absent_nodes(trial) for trial in evidence.done):
+        verdict = "Predictions assume that every node takes part in every round; some were absent."
     return Table(
         id="predicted_bytes",
         title="Payload bytes, counted and predicted",
@@ -160,6 +162,10 @@ def _bytes_row(cell: Cell) -> dict[str, Any]:
     row["rounds"] = mean([float(len(trial.part("rounds"))) for trial in counted])
     row["framing_fraction"] = cell_mean(cell, "comm/framing_fraction")
     return row
+
+
+def _had_absent_nodes(trial: Trial) -> bool:
+    return any(count is None for row in trial.part("rounds") for count in row["uplink_payload_bytes"])
 
 
 def _payload_bytes(trial: Trial, way: str) -> float:

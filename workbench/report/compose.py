@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.report import (
+    bandwidth,
     checks,
     curves,
     figures,
@@ -31,10 +32,12 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
     """The report of a study; parts without data are left out, and what is missing is said."""
     analysis = analyse(evidence)
     numbers = words.key_numbers(analysis)
+    against_x, against_bytes = figures.loss_figure(analysis), wire.pareto_figure(analysis)
+    leads_with_bytes = evidence.leads_with_bytes and against_bytes is not None
     opening: list[Block | None] = [
         KeyNumbers(numbers=numbers) if numbers else None,
         *_warnings(evidence),
-        figures.loss_figure(analysis),
+        against_bytes if leads_with_bytes else against_x,
         _sentence(observations.setup(evidence)),
         Command(text=str(evidence.study.get("command", "")), label="Reproduce with") if _command(evidence) else None,
     ]
@@ -43,6 +46,7 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
             "result",
             "Result",
             _sentence(observations.result(analysis)),
+            against_x if leads_with_bytes else None,
             tables.summary_table(analysis),
             tables.differences_table(analysis),
         ),
@@ -51,7 +55,8 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
             "Communication",
             _sentence(observations.communication(analysis)),
             wire.bytes_figure(analysis),
-            wire.pareto_figure(analysis),
+            None if leads_with_bytes else against_bytes,
+            bandwidth.bandwidth_figure(analysis),
             checks.prediction_bytes_table(evidence),
         ),
         _section("learning", "Learning curves", curves.curves_figure(analysis)),

@@ -132,6 +132,11 @@ class Evidence:
         return DEFAULT_TOLERANCE if value is None else float(value)
 
     @property
+    def leads_with_bytes(self) -> bool:
+        """Whether the study is about what bytes buy: report.hero."""
+        return bool(self.report.get("hero") == "bytes")
+
+    @property
     def arms(self) -> list[str]:
         """Names of the arms in the study's order."""
         named = [str(arm["name"]) for arm in self.study.get("arms") or []]
@@ -151,7 +156,7 @@ class Evidence:
 
     @cached_property
     def cells(self) -> list[Cell]:
-        """Trials grouped by series and x: series in the study's order, x ascending."""
+        """Trials grouped by series and x: series in the study's order, x ascending (words in the study's order)."""
         grouped: dict[tuple[Series, Any], list[Trial]] = {}
         for trial in self.trials:
             others = tuple((path, _plain(v)) for path, v in sorted(trial.axes.items()) if path != self.x_path)
@@ -160,7 +165,7 @@ class Evidence:
             grouped.setdefault((series, x), []).append(trial)
         order = {series: index for index, series in enumerate(dict.fromkeys(s for s, _ in grouped))}
         arms = {arm: index for index, arm in enumerate(self.arms)}
-        keys = sorted(grouped, key=lambda key: (arms[key[0].arm], order[key[0]], sort_key(key[1])))
+        keys = sorted(grouped, key=lambda key: (arms[key[0].arm], order[key[0]], self._x_key(key[1])))
         return [Cell(series=s, x=x, trials=tuple(sorted(grouped[s, x], key=lambda t: t.seed))) for s, x in keys]
 
     @cached_property
@@ -174,8 +179,20 @@ class Evidence:
 
     @cached_property
     def x_values(self) -> list[Any]:
-        """Every value of x in the study, ascending; empty where no axis applies."""
-        return sorted({cell.x for cell in self.cells if cell.x is not None}, key=sort_key)
+        """Every value of x in the study, ascending, words in the study's order; empty where no axis applies."""
+        return sorted({cell.x for cell in self.cells if cell.x is not None}, key=self._x_key)
+
+    def _x_key(self, value: Any) -> tuple[int, float]:
+        """Orders None, numbers, then words as the study first names them."""
+        if value is None:
+            return (0, 0.0)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return (1, float(value))
+        return (2, float(self._words.index(value)))
+
+    @cached_property
+    def _words(self) -> list[Any]:
+        return list(dict.fromkeys(_plain(trial.axes.get(self.x_path)) for trial in self.trials if self.x_path))
 
     @cached_property
     def reference(self) -> Series | None:
@@ -203,15 +220,6 @@ class Evidence:
     def seeds(self) -> list[int]:
         """All seeds of the study."""
         return sorted({trial.seed for trial in self.trials})
-
-
-def sort_key(value: Any) -> tuple[int, float, str]:
-    """Orders None, numbers, then words."""
-    if value is None:
-        return (0, 0.0, "")
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return (1, float(value), "")
-    return (2, 0.0, str(value))
 
 
 def read(study_dir: Path) -> Evidence:

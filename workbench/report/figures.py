@@ -14,7 +14,7 @@ from matplotlib.transforms import ScaledTranslation
 from workbench.report import captions, ink
 from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Cell, Evidence, Series
-from workbench.report.findings import Analysis, cell_mean
+from workbench.report.findings import Analysis, cell_mean, reference_level, tolerance_edge
 from workbench.report.printing import (
     axis_label,
     axis_symbol,
@@ -135,20 +135,10 @@ def _loss_limits(analysis: Analysis) -> tuple[float, float]:
         if values := list(cell.values(evidence.metric).values()):
             interval = t_interval(values)
             heights += [*values, interval.upper, interval.mean if interval.low is None else interval.low]
-    if (level := _reference_level(evidence)) is not None:
-        heights.append(_tolerance_edge(evidence, level))
+    if (level := reference_level(evidence)) is not None:
+        heights.append(tolerance_edge(evidence, level))
     room = 0.07 * (max(heights) - min(heights)) or 0.02 * abs(heights[0]) or 1.0
     return min(heights) - room, max(heights) + room
-
-
-def _reference_level(evidence: Evidence) -> float | None:
-    """The reference's mean, where it has one that does not depend on x."""
-    cells = evidence.cells_of(evidence.reference) if evidence.reference else []
-    return cell_mean(cells[0], evidence.metric) if len(cells) == 1 else None
-
-
-def _tolerance_edge(evidence: Evidence, level: float) -> float:
-    return level + (1 if evidence.smaller_is_better else -1) * evidence.tolerance * abs(level)
 
 
 def _draw_levels(analysis: Analysis, axes: Axes, axis: Axis, layout: Layout) -> list[ink.EndLabel]:
@@ -168,7 +158,7 @@ def _draw_levels(analysis: Analysis, axes: Axes, axis: Axis, layout: Layout) -> 
             axes.axhline(interval.mean, color=styles[series].colour, linewidth=1.2)
             labels.append(ink.end_label(axes, interval.mean, series.label, styles[series].colour))
             if is_reference:
-                edge = _tolerance_edge(evidence, interval.mean)
+                edge = tolerance_edge(evidence, interval.mean)
                 axes.axhline(edge, color=ink.MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
                 text = f"{'+' if edge > interval.mean else '−'}{percent(evidence.tolerance, digits=0)}"
                 text = text if layout.narrow else f"tolerance {text}"

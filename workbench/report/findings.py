@@ -95,10 +95,36 @@ def best(evidence: Evidence, comparisons: Sequence[Comparison], series: Series) 
     return min(own, key=lambda comparison: comparison.interval.mean, default=None)
 
 
+def frugal(evidence: Evidence, comparisons: Sequence[Comparison], series: Series) -> Comparison | None:
+    """The comparison of ``series`` that sent the fewest bytes of those within the tolerance; None without any.
+
+    As for a sweet spot, points alone decide only where none has an interval.
+    """
+    own = [comparison for comparison in comparisons if comparison.cell.series == series]
+    wanted = "within" if any(comparison.n > 1 for comparison in own) else "point within"
+    sent = {
+        index: bytes_gb
+        for index, comparison in enumerate(own)
+        if comparison.verdict == wanted and (bytes_gb := cell_mean(comparison.cell, "comm/uplink_gb")) is not None
+    }
+    return own[min(sent, key=lambda index: sent[index])] if sent else None
+
+
 def cell_mean(cell: Cell | None, metric: str) -> float | None:
     """Mean of a metric over the finished trials of a cell; None without any."""
     values = list(cell.values(metric).values()) if cell is not None else []
     return mean(values) if values else None
+
+
+def reference_level(evidence: Evidence) -> float | None:
+    """The reference's mean, where it has one that does not depend on x."""
+    cells = evidence.cells_of(evidence.reference) if evidence.reference else []
+    return cell_mean(cells[0], evidence.metric) if len(cells) == 1 else None
+
+
+def tolerance_edge(evidence: Evidence, level: float) -> float:
+    """The worst value of the primary metric that counts as equal to the reference's ``level``."""
+    return level + (1 if evidence.smaller_is_better else -1) * evidence.tolerance * abs(level)
 
 
 def seed_interval(cell: Cell, metric: str) -> tuple[float | None, float | None, float | None]:

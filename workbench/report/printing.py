@@ -28,7 +28,11 @@ _AXES = {
     "budget_tokens": ("tokens", "training tokens"),
     "optim.lr": ("learning rate", "learning rate"),
     "outer.lr": ("outer learning rate", "outer learning rate"),
+    "link.uplink_mbps": ("uplink bandwidth", "uplink bandwidth (Mbit/s)"),
+    "link.downlink_mbps": ("downlink bandwidth", "downlink bandwidth (Mbit/s)"),
     "wire.dtype": ("wire dtype", "type of tensors on the wire"),
+    "aggregate.rule": ("rule", "rule by which the nodes' values become one"),
+    "faults.kind": ("fault", "what the faulty node sends instead of its update"),
 }
 _METRICS = {
     "eval/loss": ("validation loss", "nats per token"),

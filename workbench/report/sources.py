@@ -102,6 +102,11 @@ def sources_table(evidence: Evidence) -> Table:
             "time_s",
             "end: compute_s, serialise_s, transfer_s, wait_s, merge_s, aggregate_s, data_s",
         ),
+        (
+            "time of a round",
+            "perf/round_time_s, perf/round_time_predicted_s",
+            "end: serialise_s, transfer_s, wait_s, merge_s, aggregate_s over all rounds; run.json",
+        ),
         ("learning curves", "curves", "train: loss_nats; validation; round"),
         ("expert load", "expert_load, moe/load_imbalance", "load: expert_tokens"),
         ("merges", "merge/count", "round: merged"),

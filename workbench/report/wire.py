@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib.figure
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.transforms import ScaledTranslation
 
 from workbench.report import captions, ink
 from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Evidence, Series
 from workbench.report.figures import Axis, axis_of, frame_x
-from workbench.report.findings import Analysis, cell_mean
+from workbench.report.findings import Analysis, cell_mean, reference_level, tolerance_edge
 from workbench.report.printing import (
     Scale,
     axis_symbol,
     axis_value,
     metric_label,
     metric_name,
+    percent,
     scale_for,
     setting,
 )
+from workbench.statistics import mean, t_interval
 
 
 def bytes_figure(analysis: Analysis) -> Figure | None:
@@ -133,6 +137,16 @@ def pareto_figure(analysis: Analysis) -> Figure | None:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One cell in the Pareto figure."""
+
+    sent: float
+    values: tuple[float, ...]
+    """The primary metric by seed."""
+    x: Any
+
+
 def _draw_pareto(evidence: Evidence, layout: Layout) -> matplotlib.figure.Figure:
     styles = ink.styles(evidence)
     figure, grid = ink.new_figure(layout, 3.0)
@@ -140,23 +154,32 @@ def _draw_pareto(evidence: Evidence, layout: Layout) -> matplotlib.figure.Figure
     axes.set_xscale("log")
     axes.grid(visible=True, axis="x")
     unit = scale_for([t.metrics.get("comm/uplink_gb", 0.0) for t in evidence.done])
-    everything: list[tuple[float, float]] = []
+    everything: list[float] = []
     for index, series in enumerate(evidence.series):
         points = [
-            (sent * unit.factor, value, cell.x)
+            Point(sent=sent * unit.factor, values=tuple(cell.values(evidence.metric).values()), x=cell.x)
             for cell in evidence.cells_of(series)
-            if (sent := cell_mean(cell, "comm/uplink_gb")) and (value := cell_mean(cell, evidence.metric)) is not None
+            if (sent := cell_mean(cell, "comm/uplink_gb")) and cell.values(evidence.metric)
         ]
         if points:
-            _draw_pareto_series(axes, evidence, series, points, styles[series], below=index % 2 == 0)
-            everything += [p[:2] for p in points]
-    low, high = min(p[0] for p in everything) / 2, max(p[0] for p in everything) * 1.5
+            _draw_pareto_series(
+                axes, evidence, series, points, styles[series], below=index % 2 == 0, narrow=layout.narrow
+            )
+            everything += [point.sent for point in points]
+    labels = []
+    if (level := reference_level(evidence)) is not None:
+        edge = tolerance_edge(evidence, level)
+        axes.axhline(edge, color=ink.MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2)
+        text = f"{'+' if edge > level else '−'}{percent(evidence.tolerance, digits=0)}"
+        labels.append((edge, text if layout.narrow else f"tolerance {text}"))
+    low, high = min(everything) / 2, max(everything) * 1.5
     axes.set_xlim(low, high)
     ink.log_ticks(axes.xaxis, low, high)
     axes.margins(y=0.2)
     ink.few_ticks(axes.yaxis, 5)
     axes.set_xlabel(f"uplink per node ({unit.unit})")
     axes.set_ylabel(metric_label(evidence.metric))
+    ink.spread(figure, [ink.end_label(axes, height, text, ink.MUTED, bold=False) for height, text in labels])
     return figure
 
 
@@ -164,22 +187,32 @@ def _draw_pareto_series(
     axes: Axes,
     evidence: Evidence,
     series: Series,
-    points: list[tuple[float, float, Any]],
+    points: list[Point],
     style: ink.Style,
     *,
     below: bool,
+    narrow: bool,
 ) -> None:
     """A series with x beside its points; the name stands with the point that sent most."""
-    x, y = zip(*[point[:2] for point in points], strict=True)
+    x, y = [point.sent for point in points], [mean(point.values) for point in points]
     axes.plot(x, y, color=style.colour, zorder=1.4)
     axes.plot(x, y, linestyle="none", zorder=2.5, **ink.marker_style(style, 6.5))
-    most = max(points, key=lambda point: point[0])
-    for point in points:
-        text = "" if point[2] is None else axis_value(point[2])
+    most = max(points, key=lambda point: point.sent)
+    for point, height in zip(points, y, strict=True):
+        interval = t_interval(point.values)
+        if interval.low is not None and interval.high is not None:
+            axes.plot([point.sent] * 2, [interval.low, interval.high], color=style.colour, linewidth=1.1)
+            axes.plot(
+                [point.sent] * len(point.values), point.values, linestyle="none", marker="o", markersize=2.8,
+                color=style.colour, alpha=0.55, markeredgewidth=0,
+                transform=axes.transData + ScaledTranslation(5 / 72, 0, axes.figure.dpi_scale_trans),
+            )  # fmt: skip
+        text = "" if point.x is None else axis_value(point.x)
         if point is most:
-            text = f"{series.label}, {setting(evidence.x_path, point[2])}" if text else series.label
+            value = text if isinstance(point.x, str) else setting(evidence.x_path, point.x)
+            text = f"{series.label},{chr(10) if narrow else ' '}{value}" if text else series.label
         axes.annotate(
-            text, point[:2], xytext=(-4, -4) if below else (4, 4), textcoords="offset points",
+            text, (point.sent, height), xytext=(-4, -4) if below else (4, 4), textcoords="offset points",
             ha="right" if below else "left", va="top" if below else "bottom", color=style.colour,
             fontsize=8.6 if point is most else 7.8, fontweight=700 if point is most else 400,
             bbox={"facecolor": ink.PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.4}, zorder=1.6,

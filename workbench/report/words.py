@@ -13,6 +13,7 @@ from workbench.report.findings import (
     baseline,
     best,
     cell_mean,
+    frugal,
     ratio,
     same_x,
     subject,
@@ -48,16 +49,20 @@ def verdict(analysis: Analysis) -> tuple[str, ...]:
         sentences.append(_finding(analysis, comparison))
     else:
         sentences.append(f"No seed of {evidence.reference.arm} and another arm finished, so nothing can be compared.")
-    sentences += [_spots_sentence(analysis), _between_methods(analysis), _trust(analysis)]
+    sentences += [_spots_sentence(analysis), _frugal_sentence(analysis), _between_methods(analysis), _trust(analysis)]
     return tuple(sentence(text) for text in sentences if text)
 
 
 def headline(analysis: Analysis, series: Series) -> Comparison | None:
-    """The comparison that stands for a series: at its sweet spot, or where its loss is closest to the reference."""
+    """The comparison that stands for a series: at its sweet spot; where the study is about bytes, the one that sends
+    least within the tolerance; or where its loss is closest to the reference.
+    """
     spot = analysis.spots.get(series)
     if spot is not None:
         return next(c for c in analysis.comparisons if c.cell.series == series and c.cell.x == spot.x)
-    return best(analysis.evidence, analysis.comparisons, series)
+    evidence, comparisons = analysis.evidence, analysis.comparisons
+    cheapest = frugal(evidence, comparisons, series) if evidence.leads_with_bytes else None
+    return cheapest or best(evidence, comparisons, series)
 
 
 def _nothing(evidence: Evidence) -> str:
@@ -156,6 +161,25 @@ def _spots_sentence(analysis: Analysis) -> str:
     lead = f"The sweet spot, the largest {symbol} whose {rule} stays within {percent(evidence.tolerance, digits=0)}, is"
     parts = ([join(found)] if found else []) + ([f"not identified for {join(lost)}"] if lost else [])
     return f"{lead} {', and '.join(parts)}."
+
+
+def _frugal_sentence(analysis: Analysis) -> str:
+    """Which point sends least within the tolerance, where the study is about bytes."""
+    evidence = analysis.evidence
+    if not evidence.leads_with_bytes:
+        return ""
+    chosen = {s: frugal(evidence, analysis.comparisons, s) for s in evidence.series if s != evidence.reference}
+    found = [_named(evidence, comparison.cell) for comparison in chosen.values() if comparison is not None]
+    lost = [series.label for series, comparison in chosen.items() if comparison is None]
+    rule = "loss" if len(evidence.seeds) == 1 else "upper bound"
+    lead = f"The fewest bytes whose {rule} stays within {percent(evidence.tolerance, digits=0)} are those of"
+    if not found:
+        return f"No point of {join(lost)} has its {rule} within {percent(evidence.tolerance, digits=0)}."
+    return f"{lead} {join(found)}{f'; none of {join(lost)} does' if lost else ''}."
+
+
+def _named(evidence: Evidence, cell: Cell) -> str:
+    return f"{cell.series.label}{_at(evidence, cell)}"
 
 
 def _spot_remarks(spot: SweetSpot, symbol: str) -> str:
