@@ -29,14 +29,9 @@ import torch
 from torch import Tensor
 
 from spes_core.config import RunConfig
+from spes_core.model.counting import keeps_rounded
 from spes_core.sync.codec import Codec, Values, decode_change, make_codec
 from spes_core.train.weights import Weights
-
-
-def keeps_rounded(config: RunConfig) -> bool:
-    """Whether the exact values behind rounded working copies are kept: not where every round sends them all anew."""
-    in_every_round = config.round.quorum == 1.0 and config.aggregate.quarantine_factor is None
-    return config.wire.dtype != "float32" or not in_every_round
 
 
 class GlobalCopy:

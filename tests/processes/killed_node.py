@@ -1,4 +1,4 @@
-"""A node that kills itself (SIGKILL), starts again and so on, then runs to its end: `python -m ... RUN.json NODE PHASE...`.
+"""A node that kills itself (SIGKILL), starts again and so on to its end: `python -m ... RUN.json NODE PHASE...`.
 
 It dies in the first phase in round 1, in its next life in the second phase in round 2, …. Lives are forks of a process
 that has everything imported. Only what stands around the rounds is replaced; all else is the real process.

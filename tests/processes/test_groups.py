@@ -36,6 +36,7 @@ pytestmark = pytest.mark.processes
 
 METHODS: dict[str, dict[str, Any]] = {
     "spes": {"merge": {"alpha": 0.3}},
+    "int8": {"merge": {"alpha": 0.3}, "wire": {"dtype": "int8"}},
     "diloco": {"partition": {"kind": "full"}, "merge": {"enabled": False}, "outer": {"kind": "nesterov"}},
 }
 
@@ -45,12 +46,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus ü"))
 
 
-@pytest.mark.parametrize(("method", "strategy"), [("spes", "fsdp"), ("diloco", "ddp")])
+@pytest.mark.parametrize(
+    ("method", "strategy", "tolerance"), [("spes", "fsdp", 1e-6), ("int8", "fsdp", 1e-4), ("diloco", "ddp", 1e-6)]
+)
 def test_two_nodes_of_two_ranks_are_two_nodes_of_one_rank(
-    method: str, strategy: str, corpus: Path, tmp_path: Path
+    method: str, strategy: str, tolerance: float, corpus: Path, tmp_path: Path
 ) -> None:
     # The balance weight is large, so that a balance loss of each rank's own tokens would show (0.1 relative).
-    config = with_corpus(tiny(method=method, loss={"balance_weight": 0.1}, **METHODS[method]), corpus)
+    config = with_corpus(tiny(loss={"balance_weight": 0.1}, **METHODS[method]), corpus)
     data_dir = prepare(config.data, tmp_path / "cache")
     source = TokenSource(data_dir, config.data, config.seed)
     expected = train_in_rounds(config, tmp_path / "one rank", source)[0]
@@ -59,9 +62,10 @@ def test_two_nodes_of_two_ranks_are_two_nodes_of_one_rank(
     run_all(tmp_path)
     # Not bitwise: ranks sum gradients, losses and norms of half the tokens each, in another order than one rank does.
     # The worst single tensor is a little further off: AdamW divides by the root of moments that are nearly zero.
+    # Under int8 a last bit more or less may send a value one step of its block further, which the next round mends.
     found = final_weights(tmp_path)
-    assert difference(found, expected) < 1e-6
-    assert largest_difference(found, expected) < 3e-6
+    assert difference(found, expected) < tolerance
+    assert largest_difference(found, expected) < 3 * tolerance
     check_records(grouped, tmp_path, tmp_path / "one rank")
 
 
