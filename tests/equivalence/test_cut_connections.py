@@ -1,4 +1,4 @@
-"""Connections that are cut anywhere in a round change no bit, also where results are adopted while uploads still run."""
+"""Connections cut anywhere in a round change no bit, also where results are adopted while uploads still run."""
 
 from __future__ import annotations
 
