@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from spes_core.checkpoint import DTYPES, TensorForm, WeightsFile, check_forms, stored_model, write_weights
 from spes_core.config import ModelConfig
-from spes_core.errors import DataError
+from spes_core.errors import ConfigError, DataError, Problem
 from spes_core.hf.commandline import status_of
 from spes_core.hf.layout import Rows, checkpoint_rows, hf_config
 from spes_core.hf.reading import INDEX, SINGLE
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("weights", type=Path, help="a trial's folder, or a weights file (.safetensors)")
     parser.add_argument("out", type=Path, help="folder to write; must be absent or empty")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the exported weights")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest file, in 1e9 bytes")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest weights file, in 1e9 bytes")
     parser.add_argument(
         "--tokenizer",
         help='folder of a tokenized corpus or in Hugging Face format, a GGUF file, or "none"; default: the corpus that '
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def command() -> None:
+        if not 0 < arguments.max_shard_gb < inf:
+            raise ConfigError([Problem("--max-shard-gb", f"({arguments.max_shard_gb:g}) must be finite and above 0")])
         path, run = find_weights(arguments.weights)
         export(
             path,
@@ -80,6 +83,7 @@ def export(
         if model is None:
             raise DataError(f"{weights} does not say which model it holds, and no run.json of its trial is there")
         check_forms(weights, source.forms, tensor_shapes(model))
+        out = out.absolute()  # "." has no name to put beside
         draft = out.with_name(f".{out.name}.{os.getpid()}.partial")
         try:
             draft.mkdir(parents=True)

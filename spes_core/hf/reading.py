@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from spes_core.checkpoint import TensorForm, TensorOf, WeightsFile
-from spes_core.config import DataConfig, ModelConfig, RunConfig
-from spes_core.errors import DataError
+from spes_core.config import DataConfig, ModelConfig, RunConfig, to_dict
+from spes_core.errors import ConfigError, DataError
 from spes_core.rules import check
+from spes_core.structure import build
 
 MOE = ("olmoe", "qwen3_moe", "mixtral")
 DENSE = ("llama", "qwen3")
@@ -94,11 +95,15 @@ def upcycled_model(config: Any, num_experts: int, top_k: int, where: Path) -> Mo
 
 def checked(model: ModelConfig, where: Path) -> ModelConfig:
     """The model itself. Raises DataError when it breaks a rule for models."""
-    config = RunConfig(model=model, data=DataConfig(tokenizer_vocab_size=257))
-    problems = [str(problem) for problem in check(config) if problem.path.startswith("model.")]
+    try:
+        read = build(ModelConfig, to_dict(model), "model")  # numbers may be of any type in foreign files
+        config = RunConfig(model=read, data=DataConfig(tokenizer_vocab_size=257))
+        problems = [problem for problem in check(config) if problem.path.startswith("model.")]
+    except ConfigError as error:
+        problems = list(error.problems)
     if problems:
-        raise DataError(f"{where} describes a model that cannot be trained here: {'; '.join(problems)}")
-    return model
+        raise DataError(f"{where} describes a model that cannot be trained here: {'; '.join(map(str, problems))}")
+    return read
 
 
 def _common(config: Any) -> dict[str, Any]:
@@ -112,7 +117,7 @@ def _common(config: Any) -> dict[str, Any]:
         "head_dim": None if plain else head_dim,
         "vocab_size": config.vocab_size,
         "tie_embeddings": config.tie_word_embeddings,
-        "rope_theta": float(config.rope_parameters["rope_theta"]),
+        "rope_theta": config.rope_parameters["rope_theta"],
         "norm_eps": config.rms_norm_eps,
         "init_std": config.initializer_range,
     }

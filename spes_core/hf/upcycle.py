@@ -12,6 +12,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 
 import torch
@@ -55,8 +56,8 @@ class Upcycling:
         if not 0 <= self.noise_fraction <= 1:
             found.append(Problem("--noise-fraction", f"({self.noise_fraction:g}) must be between 0 and 1"))
         for name in ("noise_std", "router_std"):
-            if (value := getattr(self, name)) < 0:
-                found.append(Problem(f"--{name.replace('_', '-')}", f"({value:g}) must not be negative"))
+            if not 0 <= (value := getattr(self, name)) < inf:
+                found.append(Problem(f"--{name.replace('_', '-')}", f"({value:g}) must be finite and not negative"))
         if (self.noise_fraction > 0) != (self.noise_std > 0):
             message = (
                 f"({self.noise_std:g}) and --noise-fraction ({self.noise_fraction:g}) must both be 0 or both above"

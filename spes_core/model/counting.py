@@ -274,9 +274,10 @@ def activation_bytes(
 
     Counted are the tensors that attention, norms, router, experts and loss save, each storage once; not counted
     are weights, the input tokens, the rotation tables, and the gradient of the unembedding, which the loss makes
-    during the forward pass and which is counted with the gradients. Exact for eager float32 on a CPU; compiled or
-    bfloat16 layers keep what their kernels save, for which this is an estimate. With activation checkpointing the
-    backward pass adds what it makes again, one layer at a time: `recomputed_bytes`.
+    during the forward pass and which is counted with the gradients. Exact for eager float32 on a CPU, but for the few
+    numbers that micro-batches and ranks share; compiled or bfloat16 layers keep what their kernels save, for which
+    this is an estimate. With activation checkpointing the backward pass adds what it makes again, one layer at a time:
+    `recomputed_bytes`.
     """
     compute = compute or ComputeConfig()
     tokens = sequences * sequence_length

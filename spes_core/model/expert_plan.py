@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 Banks = Sequence[Tensor | None]
 """trained gate_up (X, F, D), trained down (X, D, I), frozen gate_up, frozen down; None where a bank has no expert."""
@@ -60,6 +61,20 @@ def sorted_slots(weights_NK: Tensor, slots_S: Tensor) -> tuple[Tensor, Tensor]:
     """Token (S,) and router weight (S, 1) of each slot in sorted order."""
     tokens_S = slots_S.div(weights_NK.shape[1], rounding_mode="floor")
     return tokens_S, weights_NK.reshape(-1, 1).index_select(0, slots_S)
+
+
+def combine(y_SD: Tensor, slots_S: Tensor, weights_NK: Tensor | None, top_k: int) -> Tensor:
+    """Σ_k of each token's slots, times their weight if given, in the order of its choices, (N, D).
+
+    That order is the same whoever trains what, so the partition changes no bit.
+    """
+    places_S = torch.empty_like(slots_S)
+    places_S[slots_S] = torch.arange(len(slots_S), device=slots_S.device)
+    if y_SD.is_cuda:  # there the sum must be a deterministic kernel
+        y_NKD = y_SD.index_select(0, places_S).view(-1, top_k, y_SD.shape[1])
+        return (y_NKD if weights_NK is None else y_NKD * weights_NK.unsqueeze(2).to(y_SD.dtype)).sum(1)
+    weights_NK = None if weights_NK is None else weights_NK.to(y_SD.dtype)
+    return embedding_bag(places_S.view(-1, top_k), y_SD, mode="sum", per_sample_weights=weights_NK)
 
 
 def mm_into(output_AB: Tensor, left_AR: Tensor, right_RB: Tensor) -> None:

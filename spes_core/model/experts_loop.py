@@ -4,8 +4,8 @@ Shape suffixes: N tokens, D d_model, E experts, K top_k, S = N·K token slots so
 F = 2·I (gate rows first), X experts of one bank, R slots of one expert.
 
 The way of CPUs. The hidden layer h = silu(gate)·up is made again in backward: one elementwise pass against S·I numbers
-kept. Router weights scale h, not the output, so that the output of the experts is not needed for the router's
-gradient: d weight = Σ_i h_i · (grad @ down)_i.
+kept. The router's gradient is taken through h, so that the output of the experts need not be kept:
+d weight = Σ_i h_i · (grad @ down)_i.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from spes_core.model.expert_plan import Banks, Gradients, Plan, mm_into, sorted_slots
+from spes_core.model.expert_plan import Banks, Gradients, Plan, combine, mm_into, sorted_slots
 
 
 def loop_forward(
@@ -31,19 +31,18 @@ def loop_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Experts are taken in the order of their index whatever their bank, so the partition changes no bit."""
     matrices, bounds = _matrices(plan, banks, x_ND.dtype), _bounds(expert_tokens_E.tolist())
-    tokens_S, slot_weights_S1 = sorted_slots(weights_NK, slots_S)
+    tokens_S, _ = sorted_slots(weights_NK, slots_S)
     # Where pre-activations are not kept, all experts share the rows of the busiest one.
     rows = len(slots_S) if keep_hidden else max(end - start for start, end in pairwise(bounds))
     pre_SF = x_ND.new_empty(rows, matrices[0].gate_up_FD.shape[0])
-    output_ND = torch.zeros_like(x_ND)
+    y_SD = x_ND.new_empty(len(slots_S), x_ND.shape[1])
     for (gate_up_FD, down_DI), (start, end) in zip(matrices, pairwise(bounds), strict=True):
         if start == end:
             continue
         tokens_R, pre_RF = tokens_S[start:end], pre_SF[start:end] if keep_hidden else pre_SF[: end - start]
         torch.mm(x_ND.index_select(0, tokens_R), gate_up_FD.t(), out=pre_RF)
-        hidden_RI = _weighted_hidden(pre_RF, slot_weights_S1[start:end])
-        output_ND.index_add_(0, tokens_R, hidden_RI.mm(down_DI.t()))
-    return output_ND, pre_SF if keep_hidden else None
+        torch.mm(_hidden(pre_RF), down_DI.t(), out=y_SD[start:end])
+    return combine(y_SD, slots_S, weights_NK, weights_NK.shape[1]), pre_SF if keep_hidden else None
 
 
 def loop_backward(
@@ -60,7 +59,8 @@ def loop_backward(
     grad_banks = [None if bank is None else torch.empty_like(bank) for bank in banks[:2]]
     grad_rows = dict(zip(plan.trained, _rows(*grad_banks), strict=True))
     tokens_S, slot_weights_S1 = sorted_slots(weights_NK, slots_S)
-    grad_slot_weights_S1, grad_x_ND = torch.empty_like(slot_weights_S1), torch.zeros_like(x_ND)
+    grad_slot_weights_S1 = torch.empty_like(slot_weights_S1)
+    grad_x_SD = x_ND.new_empty(len(slots_S), x_ND.shape[1])
     bounds = pairwise(_bounds(expert_tokens_E.tolist()))
     for expert, ((gate_up_FD, down_DI), (start, end)) in enumerate(
         zip(_matrices(plan, banks, x_ND.dtype), bounds, strict=True)
@@ -79,21 +79,22 @@ def loop_backward(
             pre_RF, grad_RD.mm(down_DI), slot_weights_S1[start:end]
         )
         if grads is not None and x_RD is not None:
-            mm_into(grads.down_DI, grad_RD.t(), hidden_RI)
+            mm_into(grads.down_DI, grad_RD.t(), hidden_RI.mul_(slot_weights_S1[start:end]))
             mm_into(grads.gate_up_FD, grad_pre_RF.t(), x_RD)
-        grad_x_ND.index_add_(0, tokens_R, grad_pre_RF.mm(gate_up_FD))
+        torch.mm(grad_pre_RF, gate_up_FD, out=grad_x_SD[start:end])
+    grad_x_ND = combine(grad_x_SD, slots_S, None, weights_NK.shape[1])
     grad_weights_S1 = torch.empty_like(grad_slot_weights_S1).index_copy_(0, slots_S, grad_slot_weights_S1)
     return Gradients(grad_x_ND, grad_weights_S1.view(weights_NK.shape), *grad_banks)
 
 
-def _weighted_hidden(pre_RF: Tensor, slot_weights_R1: Tensor) -> Tensor:
-    """weight · silu(gate) · up, (R, I)."""
+def _hidden(pre_RF: Tensor) -> Tensor:
+    """silu(gate) · up, (R, I)."""
     gate_RI, up_RI = pre_RF.chunk(2, dim=1)
-    return silu(gate_RI).mul_(up_RI).mul_(slot_weights_R1)
+    return silu(gate_RI).mul_(up_RI)
 
 
 def _hidden_backward(pre_RF: Tensor, grad_hidden_RI: Tensor, slot_weights_R1: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From g = grad @ down (overwritten): d pre (R, F), weight·h (R, I) for the gradient of down, d weight (R, 1).
+    """From g = grad @ down (overwritten): d pre (R, F), h (R, I), d weight (R, 1).
 
     With h = silu(gate)·up: d weight = Σ_i g·h, and for q = weight·g: d gate = q·up·silu′(gate), d up = q·silu(gate).
     """
@@ -106,7 +107,7 @@ def _hidden_backward(pre_RF: Tensor, grad_hidden_RI: Tensor, slot_weights_R1: Te
     grad_gate_RI, grad_up_RI = grad_pre_RF.chunk(2, dim=1)
     torch.mul(grad_hidden_RI, silu_RI, out=grad_up_RI)
     torch.ops.aten.silu_backward.grad_input(grad_hidden_RI.mul_(up_RI), gate_RI, grad_input=grad_gate_RI)
-    return grad_pre_RF, hidden_RI.mul_(slot_weights_R1), grad_slot_weights_R1
+    return grad_pre_RF, hidden_RI, grad_slot_weights_R1
 
 
 class _Matrices(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
-from spes_core.model.expert_plan import Banks, Gradients, Plan, mm_into, sorted_slots
+from spes_core.model.expert_plan import Banks, Gradients, Plan, combine, mm_into, sorted_slots
 
 
 class _Slots:
@@ -83,9 +83,7 @@ class _Slots:
 
     def combine(self, y_SD: Tensor) -> Tensor:
         """Sum of each token's slots in the order of its choices, (N, D): no bit depends on who trains what."""
-        places_S = torch.empty_like(self._slots_S)
-        places_S[self._slots_S] = torch.arange(len(places_S), device=places_S.device)
-        return y_SD.index_select(0, places_S).view(-1, self._top_k, y_SD.shape[1]).sum(1)
+        return combine(y_SD, self._slots_S, None, self._top_k)
 
     def unsort(self, values_S1: Tensor) -> Tensor:
         """Values of the slots by token and choice, (N, K)."""

@@ -90,6 +90,8 @@ class _TokenLoss(torch.autograd.Function):
         grad_weight_VD, ctx.grad_weight_VD = ctx.grad_weight_VD, None
         assert grad_weight_VD is not None, "the gradients of token_loss were already taken"
         (grad_x_ND,) = ctx.saved_tensors
+        if not grad.is_cuda and float(grad) == 1:  # the usual case, which needs no pass over both
+            return grad_x_ND, grad_weight_VD, None, None, None
         return grad_x_ND.mul_(grad), grad_weight_VD.mul_(grad), None, None, None
 
 

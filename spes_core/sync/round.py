@@ -133,7 +133,8 @@ class Round:
         """The fields of the "round" event of a closed round."""
         assert self.decision is not None and self.closed_at_s is not None
         nodes = self.decision.nodes
-        uploads = {node: self.contributions[node] for node in nodes}
+        sent = sorted({*nodes, *(node for node in self.decision.quarantined if node in self.contributions)})
+        uploads = {node: self.contributions[node] for node in sent}
         deliveries = {node: self.deliveries.get(node, Delivery()) for node in nodes}
         began_s = self.closed_at_s if self.started_at_s is None else self.started_at_s
         return {

@@ -104,9 +104,9 @@ def _backward(
 
 def _clip(parameters: list[Tensor], clip_norm: float | None) -> Tensor:
     """Scale the gradients down to ``clip_norm`` (null: leave them) and return their norm before, whole when sharded."""
-    if clip_norm is None:
-        gradients = [item.grad for item in parameters if item.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-    else:
-        norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    gradients = [item.grad for item in parameters if item.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    is_known = not norm.is_cuda and not hasattr(norm, "full_tensor")
+    if clip_norm is not None and not (is_known and float(norm) <= clip_norm):  # within it: no pass to multiply by one
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -129,6 +129,9 @@ def test_quarantine_names_the_node_and_keeps_its_nonsense_out(
     loss, recorder = train(config, tmp_path)
     events = [(event["node"], event["round"]) for event in recorder.of("quarantine")]
     assert events == [(FAULTY, round) for round in range(8)]
+    for event in recorder.of("round"):
+        assert (event["nodes"], event["quarantined"]) == ([0, 1, 2, 3], [FAULTY])
+        assert event["uplink_payload_bytes"][FAULTY] > 0, "it did send, though in vain"
     assert loss < untrained - 1.5
 
 

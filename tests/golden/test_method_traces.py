@@ -1,4 +1,4 @@
-"""Each method as a table of numbers: a scalar model, four steps of training that anyone can do on paper, a round after each.
+"""Each method as a table of numbers: a scalar model, four steps that anyone can do on paper, a round after each.
 
 The model has one shared value s and two experts a and b; node 0 owns a, node 1 owns b. In round r node n moves what it
 trains by (n + 1)/8 + r/16 for s and by twice that for experts. Node 0 has 1 token in a round, node 1 has 3. Every

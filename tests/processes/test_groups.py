@@ -17,7 +17,7 @@ from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
 from spes_core.model import counting
 from spes_core.runfile import RunFile
-from tests.equivalence.participants import tiny, train_in_rounds
+from tests.equivalence.participants import global_weights, tiny, train_together
 from tests.processes.runs import (
     difference,
     final_weights,
@@ -36,7 +36,6 @@ pytestmark = pytest.mark.processes
 
 METHODS: dict[str, dict[str, Any]] = {
     "spes": {"merge": {"alpha": 0.3}},
-    "int8": {"merge": {"alpha": 0.3}, "wire": {"dtype": "int8"}},
     "diloco": {"partition": {"kind": "full"}, "merge": {"enabled": False}, "outer": {"kind": "nesterov"}},
 }
 
@@ -47,16 +46,39 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("method", "strategy", "tolerance"), [("spes", "fsdp", 1e-6), ("int8", "fsdp", 1e-4), ("diloco", "ddp", 1e-6)]
+    ("method", "strategy", "codec", "tolerance"),
+    [("spes", "fsdp", "float32", 1e-6), ("spes", "fsdp", "int8", 1e-4), ("diloco", "ddp", "float32", 1e-6)],
 )
 def test_two_nodes_of_two_ranks_are_two_nodes_of_one_rank(
-    method: str, strategy: str, tolerance: float, corpus: Path, tmp_path: Path
+    method: str, strategy: str, codec: str, tolerance: float, corpus: Path, tmp_path: Path
 ) -> None:
-    # The balance weight is large, so that a balance loss of each rank's own tokens would show (0.1 relative).
-    config = with_corpus(tiny(loss={"balance_weight": 0.1}, **METHODS[method]), corpus)
+    config = tiny(method=method, wire={"dtype": codec}, **METHODS[method])
+    check_equal(config, strategy, corpus, tmp_path, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compute"),
+    [
+        ("fsdp", {"activation_checkpointing": "block"}),
+        ("ddp", {"activation_checkpointing": "selective"}),
+    ],
+)
+def test_what_saves_memory_changes_nothing_in_a_group(
+    strategy: str, compute: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    """Frozen experts in bfloat16, activations made again, and two micro-batches a rank, all at once."""
+    saving = {"frozen": {"dtype": "bfloat16"}, "compute": compute, "data": {"micro_batch_sequences": 1}}
+    check_equal(tiny(method="spes", **METHODS["spes"], **saving), strategy, corpus, tmp_path)
+
+
+def check_equal(config: RunConfig, strategy: str, corpus: Path, tmp_path: Path, tolerance: float = 1e-6) -> None:
+    # The balance weight is large, so that a balance loss of each rank's own tokens would show (0.1 relative). Its
+    # fractions are those of the whole batch, since two ranks cut a batch into other micro-batches than one does.
+    loss = replace(config.loss, balance_weight=0.1, balance_fractions="whole_batch")
+    config = with_corpus(replace(config, loss=loss), corpus)
     data_dir = prepare(config.data, tmp_path / "cache")
     source = TokenSource(data_dir, config.data, config.seed)
-    expected = train_in_rounds(config, tmp_path / "one rank", source)[0]
+    expected = global_weights(train_together(config, tmp_path / "one rank", source)[0])
     grouped = replace(config, parallel=replace(config.parallel, ranks_per_node=2, strategy=strategy))
     save_run(grouped, data_dir, tmp_path)
     run_all(tmp_path)
@@ -80,6 +102,8 @@ def check_records(config: RunConfig, folder: Path, one_rank: Path) -> None:
         predicted = counting.memory(config, node)
         for part in ("weights", "gradients", "moments", "sync_buffers"):
             assert record[f"{part}_bytes"] == getattr(predicted, f"{part}_bytes"), part
+        # A group keeps a few sums over ranks and micro-batches besides.
+        assert record["activations_bytes"] == pytest.approx(predicted.activations_bytes, rel=0.01)
     sent = communication(config, recording)
     assert sent["comm/uplink_gb"] == pytest.approx(sent["comm/uplink_predicted_gb"], rel=0.05)
     assert speed(config, recording)["perf/tokens_per_s"]

@@ -193,6 +193,20 @@ def test_weights_without_a_run_need_a_tokenizer_or_the_word_none(
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], limit: str) -> None:
+    assert export_module.main([str(tmp_path / "w"), str(tmp_path / "o"), "--max-shard-gb", limit]) == 2
+    assert f"error: --max-shard-gb ({limit}) must be finite and above 0" in capsys.readouterr().err
+
+
+def test_the_folder_may_be_the_one_that_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(tmp_path / "w.safetensors", TINY, 1)
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    export(tmp_path / "w.safetensors", Path())
+    assert read_hf_folder(tmp_path / "out").model == replace(TINY, init_std=0.02)
+
+
 def test_a_model_without_a_hugging_face_class_ends_with_status_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

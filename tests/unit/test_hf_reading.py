@@ -93,6 +93,19 @@ def test_a_configuration_that_our_rules_forbid_is_named(tmp_path: Path) -> None:
     assert "model.num_experts (3) must be at least model.top_k (4)" in refusal(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rms_norm_eps": float("nan")}, "model.norm_eps (nan)"),
+        ({"initializer_range": float("inf")}, "model.init_std (inf)"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "model.rope_theta ('x')"),
+        ({"num_local_experts": "x"}, "model.num_experts ('x')"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    assert named in refusal(exported(tmp_path, "qwen3_moe", **changes))
+
+
 def test_tensors_that_do_not_fit_the_configuration_are_named(tmp_path: Path) -> None:
     folder = exported(tmp_path)
     state = load_file(folder / "model.safetensors")

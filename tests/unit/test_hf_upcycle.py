@@ -158,7 +158,8 @@ def test_the_dtype_that_is_asked_for_is_written(tmp_path: Path) -> None:
     [
         ({"top_k": 5}, "--top-k (5) must be from 1 to --experts (4)"),
         ({"noise_fraction": 1.5, "noise_std": 1.0}, "--noise-fraction (1.5) must be between 0 and 1"),
-        ({"router_std": -1.0}, "--router-std (-1) must not be negative"),
+        ({"router_std": -1.0}, "--router-std (-1) must be finite and not negative"),
+        ({"router_std": float("nan")}, "--router-std (nan) must be finite and not negative"),
         ({"noise_std": 0.1}, "must both be 0 or both above"),
     ],
 )

@@ -118,6 +118,24 @@ def test_the_reported_norm_is_that_before_clipping() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-6) == pytest.approx(norms[2], rel=1e-6)
 
 
+def test_gradients_within_the_norm_are_left_as_they_are_to_the_bit() -> None:
+    runs = []
+    for clip_norm in (None, 1e3):
+        decoder = make_decoder([0, 1])
+        train(decoder, OptimConfig(), [[make_batch(seed)] for seed in range(2)], clip_norm)
+        runs.append(decoder.tensors())
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+def test_a_gradient_that_is_not_a_number_leaves_no_gradient_that_is_one() -> None:
+    decoder = make_decoder([0, 1])
+    with torch.no_grad():
+        decoder.get_parameter("final_norm")[0] = float("nan")
+    train_step(decoder, make_optimizer(decoder, OptimConfig()), [make_batch(0)], LOSS, 1.0, 1e-3)
+    gradients = [item.grad for item in decoder.parameters() if item.grad is not None]
+    assert gradients and all(bool(gradient.isnan().all()) for gradient in gradients)
+
+
 def test_matrices_and_banks_decay_and_norms_do_not() -> None:
     decoder = make_decoder([0, 1])
     optimizer = make_optimizer(decoder, OptimConfig(weight_decay=0.3))
