@@ -35,7 +35,7 @@ from spes_core.train.exchange import Exchange
 from spes_core.train.weights import LocalWeights
 
 Protocol = Literal["naive", "ours"]
-_SERVERS = {"naive": "benchmarks.naive_round", "ours": "spes_core.server"}
+_SERVERS = {"naive": ("benchmarks.naive_round",), "ours": ("spes_core.server", "--die-with-parent")}
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PATIENCE_S = 300.0
 
@@ -92,7 +92,7 @@ class Group:
         run, output = self._folder / "run.json", self._folder / "server.log"
         RunFile(trial=f"benchmark of {protocol}", config=config, data_dir="none", device="cpu").save(run)
         with output.open("w") as log:
-            command = [sys.executable, "-m", _SERVERS[protocol], str(run)]
+            command = [sys.executable, "-m", *_SERVERS[protocol], str(run)]
             self.server = subprocess.Popen(command, stdout=log, stderr=log)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["benchmarks.round_groups"])
@@ -232,7 +232,7 @@ def cpu_seconds(pid: int) -> float:
 
 def base_bytes(protocol: Protocol) -> int:
     """Resident memory of a server process that has imported all it needs, and has no model."""
-    code = f"import {_SERVERS[protocol]}; print(open('/proc/self/status').read())"
+    code = f"import {_SERVERS[protocol][0]}; print(open('/proc/self/status').read())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("VmRSS:"))
     return int(line.split()[1]) * 1024

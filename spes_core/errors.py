@@ -6,9 +6,10 @@
     ├── ConfigError (ValueError)     a setting is wrong; carries every problem found, each with its path
     ├── DataError (ValueError)       a corpus or shard cannot be read, is empty, or is too small
     ├── ProtocolError                what came over the wire breaks a rule; the sender is named
-    │   └── Refused                  the server refused this node's join or upload, and says why
+    │   ├── Damaged                  a frame was changed on its way; it is sent again
+    │   └── Refused                  the server refused what this node asked for, and says why
     │       └── StaleRound           the round is over: the node must go on from the newest one
-    ├── Unreachable                  the server cannot be reached, or went away
+    ├── Unreachable                  the server could not be reached for as long as round.retry_s allows
     ├── Diverged                     the loss is no longer finite
     ├── Unencodable (ValueError)     a tensor's change is NaN, infinite or too large to travel
     └── RoundFailed                  a round could not be completed; names the nodes that were missing
@@ -56,6 +57,10 @@ class ProtocolError(SpesError):
     """A peer sent something that breaks the protocol."""
 
 
+class Damaged(ProtocolError):
+    """The checksum of a frame is wrong."""
+
+
 class Refused(ProtocolError):
     """The server refused a request of this node."""
 
@@ -65,7 +70,7 @@ class StaleRound(Refused):
 
 
 class Unreachable(SpesError):
-    """The peer cannot be reached, or went away before it answered."""
+    """The peer cannot be reached, went away and did not come back in time, or its answer was given up on."""
 
 
 class Diverged(SpesError):

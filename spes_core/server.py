@@ -100,6 +100,7 @@ def serve(run: RunFile, folder: Path) -> None:
             events.write("listening", address=listening.address)
             core.run(lambda standing: _store(run.config, folder, core.state, standing))
             _save_final(run, folder, schema, core.state)
+            core.journal.prune(before=len(round_steps(run.config)) + 1)
         finally:
             listening.close()
             rounds = core.rounds_closed

@@ -53,6 +53,9 @@ class FakeCore:
         self.restarts = 0
         self.closed = 0
         self.waiting = 0
+        self.begun: set[tuple[int, int]] = set()
+        self.is_strict = False
+        """Whether a download is refused to a node that has not begun its upload."""
         self.failure: str | None = None
         self.stale_rounds: set[int] = set()
         self.condition = threading.Condition()
@@ -78,10 +81,13 @@ class FakeCore:
             raise StaleRound(f"round {manifest.round} is over")
         if any(index >= len(self.schema) for index in manifest.tensors):
             raise self.refuse(manifest.node, "the announced tensors are not the ones that it trains")
+        self.begun.add((manifest.round, manifest.node))
         return FakeUpload(self, manifest)
 
     def open_download(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> FakeDownload:
         self.check()
+        if self.is_strict and (request.round, request.node) not in self.begun:
+            raise self.refuse(request.node, "it asks for a round before it has begun its own upload")
         return FakeDownload(self, request, is_cancelled)
 
     def refuse(self, node: int | None, reason: str) -> Refused:

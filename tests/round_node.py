@@ -41,7 +41,7 @@ class Node:
             session=self.welcome.session,
             round=round,
             step=min(2 * (round + 1), self.config.total_steps),
-            tokens=100 + 7 * self.node,
+            tokens=90 + 7 * self.node,
             codec=self.config.wire.dtype,
             tensors=self.server.trained_by(self.node, round),
             safe_round=0,

@@ -13,7 +13,12 @@ from spes_core.protocol.frames import HEADER_BYTES, Kind, pack
 from spes_core.protocol.translate import to_bytes
 from spes_core.sync.messages import UploadManifest
 
-REFUSED = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.NOT_FOUND)
+REFUSED = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.DATA_LOSS,
+)
 
 
 class Stranger:

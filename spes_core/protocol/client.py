@@ -11,11 +11,12 @@ from typing import Any, Self
 import grpc
 
 from spes_core.config import RunConfig
-from spes_core.errors import ProtocolError, SpesError
+from spes_core.errors import Damaged, ProtocolError, SpesError
 from spes_core.protocol import frames
 from spes_core.protocol.channel import Line, NoServerError
 from spes_core.protocol.credentials import OPEN, Credentials
 from spes_core.protocol.frames import Kind
+from spes_core.protocol.link import Pace
 from spes_core.protocol.receiving import Confirmation, Receiving
 from spes_core.protocol.retrying import Patience, ended_from_within, is_lost, is_unknown_session, translated
 from spes_core.protocol.sending import Attempt, Sending
@@ -67,12 +68,15 @@ class SyncClient:
         self._node, self._connect_timeout_s, self._token = node, connect_timeout_s, credentials.token
         self._wire, self._chunk_bytes = FORMATS[config.wire.dtype], config.wire.chunk_bytes
         self._retry_s = config.round.retry_s
+        self._pace = Pace(config.link)
         self._lock, self._joining = threading.Lock(), threading.Lock()
         self._stop = threading.Event()
         self._calls: list[Any] = []
         self._hello: Hello | None = None
         self._schema: Schema = ()
         self._session = b""
+        self._is_uploading, self._announced_in = False, b""
+        """Whether an upload is in progress, and the session in which the server has last heard of it."""
 
     def __enter__(self) -> Self:
         return self
@@ -116,15 +120,19 @@ class SyncClient:
             safe_round=safe_round,
         )
         patience, stop = Patience(self._retry_s), self._stop
-        while True:
-            session = self._session
-            try:
-                self._upload_once(replace(manifest, session=session), sending, patience, stop)
-                break
-            except (grpc.RpcError, NoServerError) as error:
-                if sending.error is not None:
-                    raise sending.error from error
-                self._recover(error, patience, stop, session)
+        self._is_uploading = True
+        try:
+            while True:
+                session = self._session
+                try:
+                    self._upload_once(replace(manifest, session=session), sending, patience, stop)
+                    break
+                except (grpc.RpcError, NoServerError, Damaged) as error:
+                    if sending.error is not None:
+                        raise sending.error from error
+                    self._recover(error, patience, stop, session)
+        finally:
+            self._is_uploading = False
         return UploadReport(
             payload_bytes=sending.payload_bytes,
             framing_bytes=sending.framing_bytes,
@@ -169,6 +177,7 @@ class SyncClient:
     def close(self) -> None:
         """Close the connection; requests in progress are cancelled."""
         self.abort()
+        self._pace.close()
         self._line.close()
 
     # One attempt
@@ -182,14 +191,17 @@ class SyncClient:
         self, manifest: UploadManifest, sending: Sending, patience: Patience, stop: threading.Event
     ) -> None:
         attempt = Attempt(sending, to_bytes(manifest))
-        call = self._begin(self._line.connected().upload, iter(attempt), stop)
+        call = self._begin(self._line.connected().upload, self._pace.outgoing(attempt), stop)
         try:
             ready = from_bytes(UploadReady, self._answer(call, Kind.READY))
+            self._announced_in = manifest.session
             if ready.offset_bytes > sending.stored_bytes:
                 sending.stored_bytes = ready.offset_bytes
                 patience.progress()
+            self._pace.turn()
             attempt.go_on(ready)
             from_bytes(Receipt, self._answer(call, Kind.RECEIPT))
+            self._pace.turn()
         finally:
             attempt.end()
             self._end(call)
@@ -200,6 +212,7 @@ class SyncClient:
         receiving = Receiving(sink, self._schema, FORMATS["float32"] if is_snapshot else self._wire)
         patience, confirming, stop = Patience(self._retry_s), Patience(_CONFIRM_S), self._stop
         while True:
+            self._wait_announced(stop)
             session = self._session
             request = DownloadRequest(
                 node=self._node,
@@ -228,7 +241,8 @@ class SyncClient:
         confirmation = Confirmation(to_bytes(request))
         call = self._begin(self._line.connected().download, iter(confirmation), stop)
         try:
-            receiving.take(call, patience.progress)
+            self._pace.turn()
+            receiving.take(self._pace.incoming(call), patience.progress)
             confirmation.give()
             if next(call, None) is not None:
                 raise ProtocolError(f"the server at {self._line.address} sent more than it announced")
@@ -276,6 +290,12 @@ class SyncClient:
             raise ProtocolError(f"the server at {self._line.address} ended an upload without a receipt")
         return frames.unpack(message, kind).payload
 
+    def _wait_announced(self, stop: threading.Event) -> None:
+        """A server that was started again must hear of an upload in progress before its result is asked for."""
+        while self._is_uploading and self._announced_in != self._session:
+            if stop.wait(0.02):
+                raise ended_from_within(self._line.address)
+
     def _going_on_with(self, round: int) -> None:
         """Remember the round, in case the server is started again and must be joined once more."""
         assert self._hello is not None, "join first"
@@ -286,7 +306,7 @@ class SyncClient:
         address = self._line.address
         if stop.is_set():
             raise ended_from_within(address) from error
-        if isinstance(error, NoServerError):
+        if isinstance(error, NoServerError | Damaged):
             patience.pause(address, str(error), stop)
             return
         if not isinstance(error, grpc.RpcError):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from spes_core.errors import ProtocolError
+from spes_core.errors import Damaged, ProtocolError
 
 VERSION = 2
 MAX_PAYLOAD_BYTES = 4 << 20
@@ -63,7 +63,10 @@ def pack(kind: Kind, payload: bytes | memoryview = b"", *, tensor: int = 0, offs
 
 
 def unpack(message: bytes, kind: Kind | None = None) -> Frame:
-    """Check one message. Raises ProtocolError, which says what is wrong, also when another ``kind`` is due."""
+    """Check one message. Raises ProtocolError, which says what is wrong, also when another ``kind`` is due.
+
+    A message that was changed on its way raises Damaged.
+    """
     if len(message) < HEADER_BYTES:
         raise ProtocolError(f"a message of {len(message)} bytes is shorter than a frame's header ({HEADER_BYTES})")
     magic, version, number, zero, tensor, offset, length = _FIELDS.unpack_from(message)
@@ -80,7 +83,7 @@ def unpack(message: bytes, kind: Kind | None = None) -> Frame:
     payload = memoryview(message)[HEADER_BYTES:]
     (checksum,) = _CHECKSUM.unpack_from(message, _FIELDS.size)
     if checksum != _checksum(memoryview(message)[: _FIELDS.size], payload):
-        raise ProtocolError(f"the checksum of a frame (tensor {tensor}, byte {offset}, {length} bytes) is wrong")
+        raise Damaged(f"the checksum of a frame (tensor {tensor}, byte {offset}, {length} bytes) is wrong")
     found = _KINDS.get(number)
     if zero or found is None:
         raise ProtocolError(f"a frame has the unknown kind {number}")

@@ -17,7 +17,12 @@ CLOSED_AT_ONCE = (
     "A server with certificates closes connections like this one when the caller has none, or one that is not of the"
     " same `credentials` command: see `credentials` in run.json."
 )
-_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+_LOST = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.DATA_LOSS,
+)
 # What gRPC says of a connection that was cut in the middle of a call, depending on where.
 _LOST_WORDS = ("RST_STREAM", "Stream removed", "Socket closed", "Connection reset", "GOAWAY")
 _FOREIGN_WORDS = ("CERTIFICATE", "SSL_ERROR", "Hostname Verification", "handshake", "WRONG_VERSION_NUMBER")

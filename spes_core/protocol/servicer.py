@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from spes_core.errors import ProtocolError, Refused, RoundFailed, SpesError, StaleRound
+from spes_core.errors import Damaged, ProtocolError, Refused, RoundFailed, SpesError, StaleRound
 from spes_core.protocol import frames
 from spes_core.protocol.door import Door, claimed
 from spes_core.protocol.frames import HEADER_BYTES, Kind
@@ -124,8 +124,9 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             reason = f'a certificate for "{certified}" cannot join as node {hello.node} (from {context.peer()})'
             raise _Unproven(self._door.refusal(reason))
         if self._token is not None and not secrets.compare_digest(hello.token.encode(), self._token.encode()):
-            what = "a wrong join token" if hello.token else "no join token"
-            raise _Unproven(self._door.refusal(f"{what}: it is not of this run ({who})"))
+            what = "another run's join token" if hello.token else "no join token"
+            where = "the right one is in join.token, beside run.json of the server or among the run's credentials"
+            raise _Unproven(self._door.refusal(f"it shows {what}; {where} ({who})"))
         welcome = self._core.join(hello)
         self._door.end_streams(hello.node)
         self._sessions[hello.node] = welcome.session
@@ -237,6 +238,8 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             raise ProtocolError(f"the stream of node {node} ended early")
         try:
             return frames.unpack(message)
+        except Damaged as error:
+            raise Damaged(str(self._core.refuse(node, str(error)))) from error
         except ProtocolError as error:
             raise self._core.refuse(node, str(error)) from error
 
@@ -250,12 +253,13 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         """Raises unless the sender is the process that joined last as ``node``: only then is the node to blame."""
         who = claimed(node, context)
         if (certified := certified_name(context)) is not None and certified != f"node-{node}":
-            raise _Unproven(self._door.refusal(f'a certificate for "{certified}" does not speak for a node ({who})'))
+            reason = f'a certificate for "{certified}" cannot speak for node {node} ({who})'
+            raise _Unproven(self._door.refusal(reason))
         known = self._sessions.get(node)
         if known is None:
             raise _UnknownSession(f"node {node} has not joined since this server was started")
         if not secrets.compare_digest(known, session):
-            raise self._door.refusal(f"another process has joined as that node since ({who})")
+            raise self._door.refusal(f"another process has joined as node {node} since; end one of the two ({who})")
 
 
 class Opening(grpc.GenericRpcHandler):  # type: ignore[type-arg]
@@ -305,6 +309,7 @@ _CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (StaleRound, grpc.StatusCode.OUT_OF_RANGE),
     (_Unproven, grpc.StatusCode.UNAUTHENTICATED),
     (_UnknownSession, grpc.StatusCode.NOT_FOUND),
+    (Damaged, grpc.StatusCode.DATA_LOSS),
     (ProtocolError, grpc.StatusCode.FAILED_PRECONDITION),
     (SpesError, grpc.StatusCode.INTERNAL),
 )

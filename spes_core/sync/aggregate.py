@@ -16,9 +16,6 @@ from spes_core.sync.codec import Values
 BLOCK_ELEMENTS = 1 << 18
 """Values handled at a time: 1 MiB, so that a block is still in cache for the next operation on it."""
 
-LARGEST = np.float32(1e30)
-"""Largest magnitude that a mean takes: no sum or difference of such values overflows."""
-
 
 def make_scratch() -> Values:
     """Working memory for the functions below; one for each thread."""
@@ -40,16 +37,6 @@ def add_to_mean(mean: Values, values: Values, weight: int, weight_before: int, s
         difference = np.subtract(values[part], mean[part], out=scratch[: part.stop - part.start])
         np.multiply(difference, share, out=difference)
         np.add(mean[part], difference, out=mean[part])
-
-
-def are_usable(values: Values) -> bool:
-    """Whether no value is NaN, infinite or above `LARGEST` in magnitude."""
-    # A NaN passes through min and max, and a comparison with it is false.
-    with np.errstate(invalid="ignore"):
-        return all(
-            bool(values[part].max() <= LARGEST) and bool(values[part].min() >= -LARGEST)
-            for part in _blocks(values.size)
-        )
 
 
 def outer_step(values: Values, mean: Values, momentum: Values | None, outer: OuterConfig) -> None:

@@ -233,7 +233,7 @@ class Aggregation:
         self._result.append(payload)
         if self._codec.is_delta:
             decode_change(self._codec, payload, base, self._state.values[block])
-        else:
+        elif new is not base:
             self._state.values[block] = new
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from spes_core.errors import Unencodable
@@ -27,6 +28,9 @@ PIECE_ELEMENTS = 1 << 16
 
 LARGEST = np.float32(2.0**127)
 """Largest magnitude that a lossy codec takes: neither it nor a block's rounded-up scale overflows."""
+
+USABLE = np.float32(1e30)
+"""Largest magnitude that a mean takes: no sum or difference of such values overflows."""
 
 SMALLEST_SCALE = np.float32(2.0**-126)
 """Smallest scale of a block, the smallest normal number: an all-zero block divides by it too, and stays zero."""
@@ -58,6 +62,9 @@ class Codec(Protocol):
         values comes with one more. Any bytes decode to something; NaN and infinite values are for the caller to refuse.
         """
 
+    def is_usable(self, payload: memoryview) -> bool:
+        """Whether whole blocks of bytes decode to finite values of at most `USABLE` in magnitude, up to a rounding."""
+
 
 class Float32:
     """Exact little-endian float32: neither direction copies."""
@@ -78,6 +85,15 @@ class Float32:
         out[:] = values
         return out
 
+    def is_usable(self, payload: memoryview) -> bool:
+        """See `Codec`."""
+        values = np.frombuffer(payload, dtype="<f4")
+        with np.errstate(invalid="ignore"):
+            # A NaN passes through max and min, and a comparison with it is false.
+            return all(
+                bool(values[part].max() <= USABLE and values[part].min() >= -USABLE) for part in _parts(values.size)
+            )
+
 
 class BFloat16:
     """The change rounded to bfloat16, to nearest, ties to even; nothing is fed back."""
@@ -89,26 +105,25 @@ class BFloat16:
     def encode(self, values: Values, out: Buffer | None = None) -> memoryview:
         """Two bytes a value: the upper half of the float32."""
         out = _memory(self.format, values.size, out)
-        halves, scratch = np.frombuffer(out, dtype="<u2"), np.empty(_piece(values.size), dtype=np.uint32)
+        halves, source = torch.frombuffer(out, dtype=torch.bfloat16), torch.from_numpy(values)
         for part in _parts(values.size):
             _check(values[part].max(), values[part].min())
-            bits = values[part].view(np.uint32)
-            rounded = np.right_shift(bits, 16, out=scratch[: bits.size])
-            np.bitwise_and(rounded, 1, out=rounded)
-            np.add(rounded, 0x7FFF, out=rounded)
-            np.add(rounded, bits, out=rounded)
-            np.right_shift(rounded, 16, out=rounded)
-            np.copyto(halves[part], rounded, casting="unsafe")
+            halves[part].copy_(source[part])
         return out
 
     def decode(self, payload: memoryview, out: Values | None = None) -> Values:
         """Exact."""
         out = _values(self.format, len(payload), out)
-        bits, halves = out.view(np.uint32), np.frombuffer(payload, dtype="<u2", count=out.size)
+        target = torch.from_numpy(out)
         for part in _parts(out.size):
-            np.copyto(bits[part], halves[part])
-            np.left_shift(bits[part], 16, out=bits[part])
+            target[part].copy_(_halves(payload, part))
         return out
+
+    def is_usable(self, payload: memoryview) -> bool:
+        """See `Codec`."""
+        largest = int(USABLE.view(np.uint32)) >> 16
+        magnitudes = np.bitwise_and(np.frombuffer(payload, dtype="<u2"), 0x7FFF)
+        return int(magnitudes.max()) <= largest
 
 
 class Blocks:
@@ -162,6 +177,15 @@ class Blocks:
                 self._decode(encoded, last)
                 out[whole:] = last[0, : out.size - whole]
         return out
+
+    def is_usable(self, payload: memoryview) -> bool:
+        """See `Codec`: a block's scale bounds its values."""
+        bytes_, width = np.frombuffer(payload, dtype=np.uint8), self.format.block_bytes
+        # Every block begins with its scale, also a short last one.
+        upper = bytes_[1::width].astype(np.uint16) << 8
+        bits = upper | bytes_[0::width][: upper.size]
+        largest = int((USABLE / (self._limit + np.float32(1))).view(np.uint32)) >> 16
+        return int(np.bitwise_and(bits, 0x7FFF).max()) <= largest
 
     def _encode(self, values_NB: NDArray[np.float32], blocks_NW: NDArray[np.uint8]) -> None:
         """N whole blocks of B values into blocks of W bytes."""
@@ -238,6 +262,12 @@ def decode_change(codec: Codec, payload: memoryview, base: Values, out: Values) 
     """
     if not codec.is_delta:
         return codec.decode(payload, out)
+    if isinstance(codec, BFloat16):
+        # One pass: each value is widened exactly, then added with one rounding.
+        source, target = torch.from_numpy(base), torch.from_numpy(out)
+        for part in _parts(base.size):
+            torch.add(source[part], _halves(payload, part), out=target[part])
+        return out
     scratch = np.empty(_piece(base.size), dtype=np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         for part in _parts(base.size):
@@ -245,6 +275,11 @@ def decode_change(codec: Codec, payload: memoryview, base: Values, out: Values) 
             change = codec.decode(place, scratch[: part.stop - part.start])
             np.add(base[part], change, out=out[part])
     return out
+
+
+def _halves(payload: memoryview, part: slice) -> torch.Tensor:
+    """Some values of bfloat16 bytes; a copy, since what was received is read-only and a tensor must not be."""
+    return torch.from_numpy(np.frombuffer(payload, dtype="<i2")[part].copy()).view(torch.bfloat16)
 
 
 def _parts(size: int) -> Iterator[slice]:

@@ -43,6 +43,8 @@ class Ledger:
         self.steps = schedules.round_steps(config)
         """The steps after which rounds close."""
         self.first_round, self.tokens = standing.round, standing.tokens
+        self.known_rounds = standing.round
+        """Rounds that an earlier process has closed: those after the checkpoint are formed again."""
         self.kept: dict[int, Round] = {}
         """Closed rounds whose results can still be fetched."""
         members.set_absences(standing.absences or (0,) * len(members.nodes))
@@ -115,6 +117,8 @@ class Ledger:
             record, decision = self.journal.result(index), self.journal.decision(index)
             if index < self.first_round and record is not None and decision is not None:
                 self.kept[index] = self._recalled(index, record, decision)
+        while self.journal.result(self.known_rounds) is not None:
+            self.known_rounds += 1
         gap = self.first_round
         while self.journal.decision(gap) is not None:
             gap += 1

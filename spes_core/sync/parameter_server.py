@@ -109,6 +109,8 @@ class ParameterServer:
                 raise self.refuse(hello.node, f"there is no node {hello.node}: this run has {self._config.nodes} nodes")
             if found := differences(hello, make_hello(self._config, self.schema, hello.node)):
                 raise self.refuse(hello.node, "this node belongs to another run: " + "; ".join(found))
+            # A server that was started again first forms the rounds again that its nodes have gone beyond.
+            self._monitor.wait(lambda: self._ledger.rounds_closed >= min(hello.round, self._ledger.known_rounds))
             first = self._first_round_of(hello)
             session = self._members.admit(hello.node, first)
             self._closing.progress_at_s = time.monotonic()
@@ -383,8 +385,10 @@ class ParameterServer:
         node = manifest.node
         if manifest.step != now.step:
             return f"it uploads round {now.index} after step {manifest.step}; the round closes after step {now.step}"
-        if not 1 <= manifest.tokens < 1 << 53:
-            return f"a weight of {manifest.tokens} tokens is not possible; a round trains at least 1"
+        steps = now.step - (self._ledger.steps[now.index - 1] if now.index else 0)
+        most = steps * self._config.tokens_per_step // self._config.nodes
+        if not 1 <= manifest.tokens <= most:
+            return f"a weight of {manifest.tokens} tokens is not possible; a node trains 1 to {most} in this round"
         if manifest.codec != self.wire.name:
             return f"its codec is {manifest.codec!r}; wire.dtype is {self.wire.name!r}"
         if manifest.tensors != self.trained_by(node, now.index):

@@ -38,7 +38,7 @@ def combine(
     """Write to ``out`` what becomes of one chunk: ``old`` globally, ``values`` on the nodes that trained it.
 
     ``rule`` is aggregate.rule, given apart so that a caller can ask for the plain mean of some tensors.
-    ``values`` and ``weights`` (tokens) are in ascending order of node, values finite and at most `LARGEST`; ``scales``
+    ``values`` and ``weights`` (tokens) are in ascending order of node, values finite and at most `USABLE`; ``scales``
     are those nodes' `clip_scales`, needed by "clipped" alone. ``out`` shares no memory with the rest; ``scratch`` is
     `make_scratch`'s. One contribution passes bitwise under every rule: nothing tells whether it is too long.
     """

@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from spes_core.errors import ProtocolError, Refused
-from spes_core.sync.aggregate import LARGEST, are_usable
+from spes_core.sync.codec import USABLE
 from spes_core.sync.journal import UploadFile, UploadRecord
 from spes_core.sync.messages import Receipt, UploadManifest, UploadReady
 from spes_core.sync.round import Round
@@ -30,7 +28,6 @@ class Upload:
         self._server, self.round, self.node, self._manifest = server, now, manifest.node, manifest
         self.contribution, self.attempt = now.contributions[manifest.node], attempt
         self._file = file
-        self._scratch = np.empty(0, dtype=np.float32)
         self._is_cancelled = False
         self._transfer = server.transfer(manifest.tensors)
         if file is None:
@@ -118,17 +115,9 @@ class Upload:
             self._file.close()
 
     def _check_values(self, tensor: int, payload: memoryview) -> None:
-        codec = self._server.codec
-        size = codec.format.elements(len(payload))
-        if not codec.is_delta:
-            values = codec.decode(payload)
-        else:
-            if self._scratch.size < size:
-                self._scratch = np.empty(size, dtype=np.float32)
-            values = codec.decode(payload, self._scratch[:size])
-        if not are_usable(values):
+        if not self._server.codec.is_usable(payload):
             name = self._server.schema[tensor].name
-            raise self._refused(f"tensor {name} has NaN or infinite values, or some above {LARGEST:g}")
+            raise self._refused(f"tensor {name} has NaN or infinite values, or some above {USABLE:g}")
 
     def _refused(self, reason: str) -> Refused:
         return self._server.refuse(self.node, reason)

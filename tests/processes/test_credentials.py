@@ -130,8 +130,8 @@ FOREIGN = [
         lambda made: ours(made, "node-1"),
         'a certificate for "node-1" cannot join as node 0',
     ),
-    ("wrong token", lambda made: replace(ours(made), token="0" * 64), "a wrong join token: it is not of this run"),
-    ("no token", lambda made: replace(ours(made), token=""), "no join token: it is not of this run"),
+    ("wrong token", lambda made: replace(ours(made), token="0" * 64), "it shows another run's join token"),
+    ("no token", lambda made: replace(ours(made), token=""), "it shows no join token; the right one is in join.token"),
 ]
 
 
@@ -151,7 +151,7 @@ def test_a_certificate_speaks_for_its_own_node_alone(made: Path, secured: tuple[
     client = joined(address, 0, credentials=ours(made))
     thief = joined(address, 1, credentials=ours(made, "node-1"))
     thief._node, thief._session = 0, client._session  # a stolen session is of no use
-    with pytest.raises(Refused, match='a certificate for "node-1" does not speak for a node'):
+    with pytest.raises(Refused, match='a certificate for "node-1" cannot speak for node 0'):
         upload(thief)
     assert core.refusals[-1][0] is None
 

@@ -229,6 +229,42 @@ def test_nodes_go_on_with_a_server_that_was_killed_and_started_again_elsewhere(t
     assert nodes[0].digest() == nodes[1].digest() and len(nodes[0].manifests) == 2
 
 
+def test_a_server_killed_in_a_later_round_is_joined_again_there(tmp_path: Path) -> None:
+    path, gate = prepare(tmp_path), threading.Event()
+    nodes = []
+    with server(path) as process:
+        read_address("127.0.0.1:0", tmp_path)
+        nodes = [BareNode(joining(tmp_path, node), CONFIG, node, seeded(CONFIG)) for node in range(2)]
+        first = [in_thread(lambda node=node: node.take_part(range(1))) for node in nodes]
+        for thread, outcome in first:
+            thread.join(20)
+            assert not isinstance(outcome[0], Exception), outcome
+        for node in nodes:
+            node.train(1)
+        whole = nodes[0].payload
+
+        def slow(tensor: int) -> memoryview:
+            if tensor == nodes[0].trained[-1]:
+                gate.wait(30)
+            return whole(tensor)
+
+        nodes[0].payload = slow  # type: ignore[method-assign]
+        sending = in_thread(lambda: nodes[0].upload(1))
+        time.sleep(0.3)
+        receiving = in_thread(lambda: nodes[0].download(1))
+        time.sleep(0.3)
+        process.kill()
+        process.wait()
+        gate.set()
+    with server(path) as process:
+        partner = in_thread(lambda: (nodes[1].upload(1), nodes[1].download(1)))
+        for thread, outcome in (sending, receiving, partner):
+            thread.join(30)
+            assert not isinstance(outcome[0], Exception), outcome
+        assert process.wait(15) == 0
+    assert nodes[0].digest() == nodes[1].digest()
+
+
 def test_strangers_cost_a_real_server_no_memory_and_its_nodes_no_round(tmp_path: Path) -> None:
     with server(prepare(tmp_path)) as process:
         address = read_address("127.0.0.1:0", tmp_path)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_core.config import AggregateConfig
-from spes_core.sync.aggregate import BLOCK_ELEMENTS, LARGEST, add_to_mean, make_scratch
+from spes_core.sync.aggregate import BLOCK_ELEMENTS, add_to_mean, make_scratch
+from spes_core.sync.codec import USABLE
 from spes_core.sync.robust import UpdateLength, clip_scales, combine, quarantined
 from tests.reference.robust_float64 import clipped_mean, trimmed_mean
 
@@ -20,7 +21,7 @@ SCRATCH = make_scratch()
 RULES = ("mean", "clipped", "trimmed", "median")
 EPS = float(np.finfo(np.float32).eps)
 
-BOUND = float(LARGEST)
+BOUND = float(USABLE)
 floats32 = st.floats(-BOUND, BOUND, width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1e-45, 1.0, 1.0, -1.0])
 SIZE = 4
 
@@ -188,9 +189,9 @@ def test_equal_contributions_give_themselves(values: list[np.ndarray], rule: str
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8, 31])
 def test_the_largest_usable_values_keep_the_result_finite(rule: str, nodes: int) -> None:
-    values = [np.array([LARGEST, -LARGEST * (-1) ** n], dtype=np.float32) for n in range(nodes)]
+    values = [np.array([USABLE, -USABLE * (-1) ** n], dtype=np.float32) for n in range(nodes)]
     aggregate = AggregateConfig(rule=rule)  # type: ignore[arg-type]
-    assert np.isfinite(combined(np.array([-LARGEST, LARGEST]), values, aggregate)).all()
+    assert np.isfinite(combined(np.array([-USABLE, USABLE]), values, aggregate)).all()
 
 
 @given(st.integers(0, 2**32), st.floats(1e-20, 1e20), st.lists(st.integers(1, 40_000), max_size=5).map(sorted))

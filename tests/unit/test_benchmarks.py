@@ -1,11 +1,20 @@
-"""The GPU benchmark says that there is no GPU, and its logic runs on a CPU."""
+"""The benchmarks run at toy size, so that their code stays whole; the GPU one says that there is no GPU."""
 
 from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks import round as round_benchmark
+from benchmarks.naive_round import merge
+from spes_core.model.counting import parameter_counts
+from spes_core.names import expert_tensor
+from tests.reference.merge_loop import merge_loop
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -23,3 +32,46 @@ def test_the_gpu_benchmark_runs_at_toy_size_on_a_cpu(capsys: pytest.CaptureFixtu
 def test_bfloat16_errors_are_those_of_rounding_not_zero_and_not_large() -> None:
     errors = dict(gpu.check_numerics(torch.device("cpu")))
     assert len(errors) == 6 and all(1e-5 < error < 2e-2 for error in errors.values())
+
+
+def test_the_round_benchmark_compares_real_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "lines.json"
+    arguments = ["--model-mb", "1", "--turns", "1", "--nodes", "2", "--codecs", "bfloat16", "--json", str(path)]
+    assert round_benchmark.main(arguments) == 0
+    lines = {line["row"]: line for line in json.loads(path.read_text())}
+    assert list(lines) == ["naive", "naive + merge", "bfloat16", "bfloat16 + merge"]
+    assert all(line["wall_s"] > 0 and line["server_peak"] > 0 and line["nodes_cpu_s"] > 0 for line in lines.values())
+    assert lines["naive"]["ratio"] == 1
+    model = round_benchmark.model_of(1)
+    counts = parameter_counts(model, range(8))  # of 2 nodes, each trains half of the experts
+    shared = counts.trained - (counts.total - counts.trained)
+    experts = counts.total - shared
+    assert lines["bfloat16"]["moved_gb"] == pytest.approx(2 * 2 * (2 * shared + experts) / 1e9)
+    assert lines["bfloat16 + merge"]["moved_gb"] == pytest.approx(2 * (2 * counts.trained + 2 * counts.total) / 1e9)
+    # Whole states with the names and headers of torch.save; each node downloads the whole model.
+    assert lines["naive"]["moved_gb"] == pytest.approx(4 * (2 * counts.trained + 2 * counts.total) / 1e9, rel=0.2)
+    assert "bar 1.7" in capsys.readouterr().out
+
+
+def test_a_benchmarked_model_has_the_size_asked_for_and_the_share_that_is_stated() -> None:
+    for megabytes in (40, 252, 1070):
+        counts = parameter_counts(round_benchmark.model_of(megabytes), range(4))
+        assert 4 * counts.total / 1e6 == pytest.approx(megabytes, rel=0.03)
+        assert counts.trained / counts.total == pytest.approx(0.27, abs=0.01)
+
+
+def test_the_naive_merge_is_the_merge() -> None:
+    config = round_benchmark.config_of(replace(round_benchmark.model_of(1), num_layers=1), 4, "float32")
+    generator = torch.Generator().manual_seed(0)
+    width, hidden = 6, config.model.expert_hidden
+    shapes = {"gate_up": (2 * hidden, width), "down": (width, hidden)}
+    names = {matrix: [expert_tensor(0, e, matrix) for e in range(16)] for matrix in shapes}
+    model = {
+        name: torch.randn(shape, generator=generator) for matrix, shape in shapes.items() for name in names[matrix]
+    }
+    rows = {matrix: [model[name].flatten().tolist() for name in names[matrix]] for matrix in shapes}
+    expected = merge_loop(rows["gate_up"], rows["down"], config.merge.num_neighbours, 0.25)
+    merge(model, config, 0.25)
+    for matrix, merged in zip(shapes, expected, strict=True):
+        found = torch.stack([model[name].flatten() for name in names[matrix]])
+        torch.testing.assert_close(found, torch.tensor(merged, dtype=torch.float32), rtol=0, atol=1e-5)

@@ -158,3 +158,37 @@ def test_threads_may_share_a_codec(name: str) -> None:
             assert together == alone
             decoded = threads.map(lambda payload: codec.decode(memoryview(payload)).tobytes(), alone)
             assert list(decoded) == [codec.decode(memoryview(payload)).tobytes() for payload in alone]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 2e30, -3e38])
+def test_one_bad_value_anywhere_makes_a_chunk_unusable(name: str, bad: float) -> None:
+    codec = make_codec(name)
+    for size in (1, 5, 128, 129, 70_000):
+        for place in {0, size // 2, size - 1}:
+            values = np.full(size, 0.5, dtype=np.float32)
+            assert codec.is_usable(memoryview(bytes(codec.encode(values))))
+            if name in ("int8", "int4"):
+                # No such value can be encoded; its block's scale can be forged.
+                payload, width = bytearray(codec.encode(values)), codec.format.block_bytes
+                upper = np.array([bad], dtype=np.float32).view(np.uint32) >> 16
+                payload[place // 128 * width : place // 128 * width + 2] = upper.astype("<u2").tobytes()
+            elif name == "bfloat16":
+                payload = bytearray(codec.encode(values))
+                payload[2 * place : 2 * place + 2] = (
+                    (np.array([bad], dtype=np.float32).view(np.uint32) >> 16).astype("<u2").tobytes()
+                )
+            else:
+                values[place] = bad
+                payload = bytearray(values.tobytes())
+            assert not codec.is_usable(memoryview(bytes(payload)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_usable_decodes_to_what_a_mean_can_take(name: str) -> None:
+    codec = make_codec(name)
+    values = np.array([1e30, -1e30, 1e-40, -0.0], dtype=np.float32) * np.float32(1 if name == "float32" else 0.8)
+    payload = memoryview(bytes(codec.encode(values)))
+    assert codec.is_usable(payload)
+    decoded = codec.decode(payload, np.empty_like(values))
+    assert np.isfinite(decoded).all() and np.abs(decoded).max() <= 1e30

@@ -27,9 +27,9 @@ from spes_core.protocol.translate import MAX_ITEMS, MAX_RECORD_BYTES, from_bytes
 from spes_core.sync.messages import DownloadRequest, TensorSpec
 from tests.fake_core import FakeCore
 from tests.strangers import REFUSED, REGIONS, Stranger, manifest_of, refused, silent, with_flipped_bit
+from tests.unit.test_translate import RECORDS
 from tests.unit.test_transport import (
     CHUNK_BYTES,
-    RECORDS,
     RESULTS,
     SCHEMA,
     TENSORS,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -253,3 +254,20 @@ def test_an_upload_that_a_dying_node_left_is_gone_on_with() -> None:
     whole = sum(len(again.payload(index)) for index in again.trained)
     assert reports[0][0].payload_bytes == whole - 1024
     assert same(again, undisturbed(CONFIG)) and same(other, again)
+
+
+def test_a_server_that_was_started_again_lets_nodes_wait_until_it_has_come_as_far_as_they(tmp_path: Path) -> None:
+    core = make_server(CONFIG, folder=tmp_path)
+    with served(core, CONFIG) as address, running(core):
+        nodes = [BareNode(SyncClient(address, CONFIG, node), CONFIG, node, initial_values(CONFIG)) for node in (0, 1)]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda node: node.take_part(range(1)), nodes))
+    again = make_server(CONFIG, folder=tmp_path)
+    with served(again, CONFIG) as address:
+        client = SyncClient(address, CONFIG, 0)
+        joining = in_thread(lambda: client.join(make_hello(CONFIG, SCHEMA, 0, round=1)))
+        time.sleep(0.3)
+        assert joining[0].is_alive()
+        with running(again):
+            joining[0].join(10)
+    assert joining[1][0].round == 1

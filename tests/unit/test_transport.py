@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from google.protobuf import descriptor_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_core.config import RoundConfig, RunConfig, WireConfig
 from spes_core.errors import ProtocolError, Refused, RoundFailed, StaleRound, Unreachable
-from spes_core.protocol import channel, sync_pb2
+from spes_core.protocol import channel, frames
 from spes_core.protocol.client import SyncClient
 from spes_core.protocol.credentials import Credentials
-from spes_core.protocol.retrying import Patience
+from spes_core.protocol.frames import Kind
 from spes_core.protocol.servicer import Opening, SyncServicer, num_threads
-from spes_core.protocol.translate import from_bytes, to_bytes
 from spes_core.sync import messages
 from spes_core.sync.client import UploadReport
 from spes_core.sync.messages import DownloadManifest, Hello, TensorSpec, schema_digest
@@ -271,6 +267,38 @@ def test_a_server_that_is_started_again_is_joined_again_and_goes_on(core: FakeCo
     assert [known.round for known in second.hellos] == [5]
 
 
+def test_a_server_that_is_started_again_hears_of_the_upload_before_its_result_is_asked_for(
+    core: FakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core.is_released = False
+    server, address = start(core)
+    attempt, attempts = SyncClient._upload_once, []
+
+    def late(self: Any, *arguments: Any) -> None:
+        attempts.append(1)
+        time.sleep(0.6 if len(attempts) > 1 else 0)
+        attempt(self, *arguments)
+
+    monkeypatch.setattr(SyncClient, "_upload_once", late)
+    gate = threading.Event()
+    with joined(address) as client:
+        sending = in_thread(lambda: upload(client, lambda t: (gate.wait(10), memoryview(data_of(t)))[1]))
+        while not core.begun:
+            time.sleep(0.01)
+        receiving = in_thread(lambda: client.download(round=0, sink=Collects()))
+        time.sleep(0.2)
+        server.stop(0).wait()
+        gate.set()
+        second = FakeCore(SCHEMA, RESULTS, core.stored)
+        second.is_strict = True
+        server, _ = start(second, int(address.rpartition(":")[2]))
+        for thread, outcome in (sending, receiving):
+            thread.join(15)
+            assert not isinstance(outcome[0], Exception), outcome
+        server.stop(0).wait()
+    assert len(attempts) >= 2 and not any("before it has begun" in reason for _, reason in second.refusals)
+
+
 def test_a_server_that_listens_elsewhere_after_a_restart_is_found(core: FakeCore) -> None:
     server, address = start(core)
     places = [address]
@@ -297,27 +325,6 @@ def test_a_dead_server_is_named_with_how_long_it_was_tried_and_what_to_do() -> N
     assert text.startswith(f"the server at {address} cannot be reached, after trying for 1.")
     assert "see whether it runs and what its log says, start it again, then this node" in text
     assert client.heartbeat(3) is None
-
-
-def test_pauses_double_and_hold_no_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s, pauses = [0.0], []
-
-    class Stop(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            assert timeout is not None
-            pauses.append(round(timeout, 3))
-            now_s[0] += timeout
-            return False
-
-    monkeypatch.setattr("spes_core.protocol.retrying.time.monotonic", lambda: now_s[0])
-    patience = Patience(20.0)
-    with pytest.raises(Unreachable, match=r"after trying for 20\.0 s \(no route\)"):
-        while True:
-            patience.pause("here:1", "no route", Stop())
-    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 3.7]
-    patience.progress()
-    patience.pause("here:1", "no route", Stop())
-    assert pauses[-1] == 0.1
 
 
 def test_abort_ends_transfers_in_both_directions_at_once(core: FakeCore) -> None:
@@ -372,7 +379,7 @@ def test_heartbeats_arrive_and_join_a_server_that_was_started_again(core: FakeCo
 
 def test_a_process_that_another_replaced_is_told_so_and_does_not_fight(core: FakeCore) -> None:
     with serving(core) as address, joined(address) as first, joined(address) as second:
-        with pytest.raises(Refused, match="another process has joined as that node since"):
+        with pytest.raises(Refused, match="another process has joined as node 0 since; end one of the two"):
             upload(first)
         upload(second)
     assert core.refusals[0][0] is None  # who it was cannot be known, so the node is not to blame
@@ -415,12 +422,12 @@ def test_an_error_in_the_sink_is_raised_as_itself_and_frees_the_server(core: Fak
         client.download(round=0, sink=Collects())
 
 
-@pytest.mark.parametrize(("token", "what"), [("", "no join token"), ("6" * 64, "a wrong join token")])
+@pytest.mark.parametrize(("token", "what"), [("", "no join token"), ("6" * 64, "another run's join token")])
 def test_the_join_token_decides_who_may_join(core: FakeCore, token: str, what: str) -> None:
     with serving(core, TOKEN) as address:
         with joined(address, credentials=Credentials(token=TOKEN)) as client:
             upload(client)
-        with pytest.raises(Refused, match=f"{what}: it is not of this run"):
+        with pytest.raises(Refused, match=f"it shows {what}; the right one is in join.token"):
             joined(address, 1, credentials=Credentials(token=token))
     node, reason = core.refusals[0]
     assert node is None and "127.0.0.1" in reason and "which says it is node 1" in reason
@@ -459,37 +466,22 @@ def test_something_else_that_listens_is_no_server() -> None:
     server.stop(0).wait()
 
 
-RECORDS = [
-    hello(),
-    replace(hello(), round=messages.ANY_ROUND, token=TOKEN),
-    messages.Welcome(session=b"\0\xff", round=3, digest="d", experts=(1, 2)),
-    replace(_manifest(None), session=b"s" * 16, tokens=2**53 - 1, safe_round=9),
-    messages.UploadReady(offset_bytes=2**40, prefix_digest="00ff", is_complete=True),
-    messages.Receipt(payload_bytes=2**35, store_s=0.25),
-    messages.DownloadRequest(node=1, session=b"s", round=2, is_snapshot=True, offset_bytes=2**33),
-    messages.DownloadManifest(round=1, step=2, codec="int4", tensors=(0, 5), merged=True, experts=(0,)),
-    messages.RoundSummary(
-        round=1, tokens=5, nodes=(0, 3), experts=(), aggregate_s=0.1, merge_s=0.2, wait_s=0.3, digest="x"
-    ),
-    messages.Heartbeat(node=1, session=b"s", step=4),
-    messages.HeartbeatReply(round=8),
-]
+def test_a_frame_that_is_damaged_on_its_way_is_sent_again(core: FakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged: list[Kind] = []
 
+    def pack(kind: Kind, payload: bytes | memoryview = b"", *, tensor: int = 0, offset: int = 0) -> bytes:
+        message = frames.pack(kind, payload, tensor=tensor, offset=offset)
+        if kind == Kind.CHUNK and tensor == 2 and len(damaged) in (0, 20, 40):
+            message = message[:-1] + bytes([message[-1] ^ 1])
+        damaged.append(kind)
+        return message
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_records_survive_translation(record: Any) -> None:
-    assert from_bytes(type(record), to_bytes(record)) == record
-
-
-def test_the_generated_protobuf_file_describes_what_sync_proto_says(tmp_path: Path) -> None:
-    # Descriptors, not text: another release of the generator writes other headers.
-    root, made = Path(__file__).parents[2], tmp_path / "descriptors"
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{root}", f"--descriptor_set_out={made}"]
-    subprocess.run([*command, "spes_core/protocol/sync.proto"], check=True, cwd=root)
-    (described,) = descriptor_pb2.FileDescriptorSet.FromString(made.read_bytes()).file
-    committed = descriptor_pb2.FileDescriptorProto()
-    sync_pb2.DESCRIPTOR.CopyToProto(committed)
-    for message in described.message_type:
-        for field in message.field:
-            field.ClearField("json_name")
-    assert committed == described
+    with serving(core) as address, joined(address) as client:
+        monkeypatch.setattr("spes_core.protocol.sending.frames", SimpleNamespace(pack=pack))
+        upload(client)
+        damaged.clear()
+        monkeypatch.setattr("spes_core.protocol.servicer.frames", SimpleNamespace(**vars(frames) | {"pack": pack}))
+        sink = Collects()
+        client.download(round=0, sink=sink)
+    assert bytes(core.stored.uploads[0, 0]) == UPLOADED
+    assert {tensor: bytes(data) for tensor, data in sink.data.items()} == RESULTS
