@@ -3,6 +3,17 @@
 Names carry their unit (``loss_nats``, ``step_time_s``, ``uplink_bytes``). A line is written in one ``write`` call
 and flushed, so a reader that follows the file sees whole lines or a last line without a newline, which it leaves
 for later. Non-finite numbers are written as the strings "nan", "inf" and "-inf": JSON has none.
+
+What a node tells of its rounds, each with the ``step`` after which it holds::
+
+    round       a round that it took part in: `train.exchange.RoundReport`; its times add up to the round's duration,
+                ``local_tokens`` is this node's weight, ``nodes_present`` who took part, ``experts`` what it trains next
+    skipped     rounds that went on without it: ``rounds``, ``steps`` of theirs that it never takes, ``steps_dropped``
+                that it had taken for nothing, the server's ``reason``; it goes on from a snapshot
+    partition   it trains other ``experts`` from here on: those ``taken`` over and those ``given`` away
+    resume      it goes on from its checkpoint; what the file told after that is cut off
+
+``train`` events count the steps that have passed; below quorum 1.0 a node may have taken fewer (``end`` has the sum).
 """
 
 from __future__ import annotations

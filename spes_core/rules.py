@@ -213,6 +213,12 @@ def _round_rules(config: RunConfig) -> Iterator[Problem]:
             f"({rounds.lost_after_s:g}) must be above two signs of life, 2 × round.heartbeat_s"
             f" ({2 * rounds.heartbeat_s:g}); one alone may be late",
         )
+    if rounds.quorum < 1 and rounds.reassign_after and config.parallel.ranks_per_node > 1:
+        yield Problem(
+            "round.reassign_after",
+            f"({rounds.reassign_after}) must be 0 where parallel.ranks_per_node ({config.parallel.ranks_per_node}) is"
+            " above 1: a model that ranks divide cannot take over experts",
+        )
     if faults.kind != "none" and not 0 <= faults.node < config.nodes:
         yield Problem("faults.node", f"({faults.node}) must be a node of this run: 0 to {config.nodes - 1}")
     yield from _aggregate_rules(config)

@@ -85,14 +85,27 @@ def train_alone(config: RunConfig, folder: Path, source: BatchSource | None = No
 
 
 def train_in_rounds(config: RunConfig, folder: Path, source: BatchSource | None = None) -> list[dict[str, Tensor]]:
-    """The final weights of every node of a run with rounds, the nodes being threads of this process."""
+    """The final weights of every node of a run with rounds, as the nodes hold them."""
+    return [training.decoder.tensors() for training in train_together(config, folder, source)[1]]
+
+
+def train_together(
+    config: RunConfig, folder: Path, source: BatchSource | None = None
+) -> tuple[ParameterServer, list[Training]]:
+    """Server and nodes of a run with rounds after its end, all having been threads of this process."""
     server = make_server(config, folder / "rounds")
     trainings: list[Training] = []
     for node in range(config.nodes):
         decoder = build_decoder(config, config.make_partition().experts_by_node[node], CPU)
         trainings.append(node_training(config, node, decoder, LocalClient(server), folder, source))
     run_together(server, [training.run for training in trainings])
-    return [training.decoder.tensors() for training in trainings]
+    return server, trainings
+
+
+def global_weights(server: ParameterServer) -> dict[str, Tensor]:
+    """What the server holds."""
+    values = ((spec, server.state.tensor(index)) for index, spec in enumerate(server.schema))
+    return {spec.name: torch.from_numpy(flat).view(spec.shape) for spec, flat in values}
 
 
 def make_server(config: RunConfig, folder: Path) -> ParameterServer:

@@ -9,23 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from spes_core.node import build_decoder
-from spes_core.sync.inprocess import LocalClient
 from spes_core.sync.parameter_server import ParameterServer
 from spes_core.train.exchange import Exchange
 from spes_core.train.loop import Training
-from tests.equivalence.participants import CPU, make_server, node_training, run_together, tiny
+from tests.equivalence.participants import make_server, tiny, train_together
 
 CODECS = ["float32", "bfloat16", "int8", "int4"]
 
 
 def train(folder: Path, **changes: Any) -> tuple[ParameterServer, list[Training]]:
-    config = tiny(**changes)
-    server = make_server(config, folder / "rounds")
-    decoders = [build_decoder(config, experts, CPU) for experts in config.make_partition().experts_by_node]
-    trainings = [node_training(config, n, decoder, LocalClient(server), folder) for n, decoder in enumerate(decoders)]
-    run_together(server, [training.run for training in trainings])
-    return server, trainings
+    return train_together(tiny(**changes), folder)
 
 
 def exact_values(training: Training) -> np.ndarray:

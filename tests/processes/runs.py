@@ -36,8 +36,8 @@ def save_run(config: RunConfig, data_dir: Path, folder: Path) -> None:
     RunFile(trial=config.method, config=config, data_dir=str(data_dir), device="cpu").save(folder / "run.json")
 
 
-def start_all(folder: Path) -> dict[str, subprocess.Popen[str]]:
-    """The processes that the planner names, each in a session of its own."""
+def start_all(folder: Path, *, but: str | None = None) -> dict[str, subprocess.Popen[str]]:
+    """The processes that the planner names, or all ``but`` one, each in a session of its own."""
     return {
         spec.name: subprocess.Popen(
             spec.argv,
@@ -47,6 +47,7 @@ def start_all(folder: Path) -> dict[str, subprocess.Popen[str]]:
             start_new_session=True,
         )
         for spec in plan(RunFile.load(folder / "run.json"), folder, sys.executable)
+        if spec.name != but
     }
 
 

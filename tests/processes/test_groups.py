@@ -17,7 +17,7 @@ from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
 from spes_core.model import counting
 from spes_core.runfile import RunFile
-from tests.equivalence.participants import tiny, train_in_rounds
+from tests.equivalence.participants import global_weights, tiny, train_together
 from tests.processes.runs import (
     difference,
     final_weights,
@@ -45,11 +45,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus ü"))
 
 
-@pytest.mark.parametrize(("method", "strategy"), [("spes", "fsdp"), ("diloco", "ddp")])
+@pytest.mark.parametrize(
+    ("method", "strategy", "codec", "tolerance"),
+    [("spes", "fsdp", "float32", 1e-6), ("spes", "fsdp", "int8", 1e-4), ("diloco", "ddp", "float32", 1e-6)],
+)
 def test_two_nodes_of_two_ranks_are_two_nodes_of_one_rank(
-    method: str, strategy: str, corpus: Path, tmp_path: Path
+    method: str, strategy: str, codec: str, tolerance: float, corpus: Path, tmp_path: Path
 ) -> None:
-    check_equal(tiny(method=method, **METHODS[method]), strategy, corpus, tmp_path)
+    config = tiny(method=method, wire={"dtype": codec}, **METHODS[method])
+    check_equal(config, strategy, corpus, tmp_path, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -67,22 +71,23 @@ def test_what_saves_memory_changes_nothing_in_a_group(
     check_equal(tiny(method="spes", **METHODS["spes"], **saving), strategy, corpus, tmp_path)
 
 
-def check_equal(config: RunConfig, strategy: str, corpus: Path, tmp_path: Path) -> None:
+def check_equal(config: RunConfig, strategy: str, corpus: Path, tmp_path: Path, tolerance: float = 1e-6) -> None:
     # The balance weight is large, so that a balance loss of each rank's own tokens would show (0.1 relative). Its
     # fractions are those of the whole batch, since two ranks cut a batch into other micro-batches than one does.
     loss = replace(config.loss, balance_weight=0.1, balance_fractions="whole_batch")
     config = with_corpus(replace(config, loss=loss), corpus)
     data_dir = prepare(config.data, tmp_path / "cache")
     source = TokenSource(data_dir, config.data, config.seed)
-    expected = train_in_rounds(config, tmp_path / "one rank", source)[0]
+    expected = global_weights(train_together(config, tmp_path / "one rank", source)[0])
     grouped = replace(config, parallel=replace(config.parallel, ranks_per_node=2, strategy=strategy))
     save_run(grouped, data_dir, tmp_path)
     run_all(tmp_path)
     # Not bitwise: ranks sum gradients, losses and norms of half the tokens each, in another order than one rank does.
     # The worst single tensor is a little further off: AdamW divides by the root of moments that are nearly zero.
+    # Under int8 a last bit more or less may send a value one step of its block further, which the next round mends.
     found = final_weights(tmp_path)
-    assert difference(found, expected) < 1e-6
-    assert largest_difference(found, expected) < 3e-6
+    assert difference(found, expected) < tolerance
+    assert largest_difference(found, expected) < 3 * tolerance
     check_records(grouped, tmp_path, tmp_path / "one rank")
 
 

@@ -72,6 +72,11 @@ def test_every_mistake_is_listed_at_once_with_the_nearest_name() -> None:
             "compute.compile",
             "must be false where several processes divide a model",
         ),
+        (
+            {"round": {"quorum": 0.5}, "parallel": {"ranks_per_node": 2}},
+            "round.reassign_after",
+            "(3) must be 0 where parallel.ranks_per_node (2) is above 1",
+        ),
         ({"optim": {"beta2": 1.0}}, "optim.beta2", "(1) must be at least 0 and below 1"),
         ({"seed": 1 << 64}, "seed", "must be below 2^63"),
         ({"seed": 10**400}, "seed", "must be a whole number"),
