@@ -15,7 +15,7 @@ from spes_core.config import MergeConfig, WireConfig
 from spes_core.sync.aggregate import BLOCK_ELEMENTS, add_to_mean, make_scratch
 from spes_core.sync.inprocess import LocalClient
 from tests.reference.aggregate_float64 import weighted_mean
-from tests.small_rounds import FULL, PlainDecoder, make_server, noise, run_rounds, small_config
+from tests.small_rounds import FULL, PlainDecoder, make_server, noise, run_rounds, running, small_config
 
 SCRATCH = make_scratch()
 contributions = st.lists(
@@ -73,9 +73,10 @@ def test_arrival_order_changes_no_bit(kind: str) -> None:
 
     def weights(lateness_s: dict[int, float]) -> list[bytes]:
         server = make_server(config)
-        decoders, _ = run_rounds(
-            config, lambda node: LocalClient(server), delay=lambda node, round: time.sleep(lateness_s[node])
-        )
+        with running(server):
+            decoders, _ = run_rounds(
+                config, lambda node: LocalClient(server), delay=lambda node, round: time.sleep(lateness_s[node])
+            )
         for decoder in decoders[1:]:
             assert all(torch.equal(decoder.weights[name], decoders[0].weights[name]) for name in decoder.weights)
         return [tensor.numpy().tobytes() for tensor in decoders[0].weights.values()]
@@ -92,7 +93,8 @@ def test_a_round_gives_the_mean_over_the_trainers_of_each_tensor(kind: str) -> N
     merge = MergeConfig(enabled=False)
     config = small_config(nodes=3, partition=replace(FULL, kind=kind), model=model, merge=merge)
     server = make_server(config)
-    decoders, _ = run_rounds(config, lambda node: LocalClient(server), num_rounds=1)
+    with running(server):
+        decoders, _ = run_rounds(config, lambda node: LocalClient(server), num_rounds=1)
     trained = [PlainDecoder(config) for _ in range(3)]
     for node, decoder in enumerate(trained):
         decoder.train(config, node, 0)
@@ -108,6 +110,7 @@ def test_chunk_size_changes_no_bit() -> None:
     for chunk_bytes in (1024, 1 << 20):
         config = small_config(wire=WireConfig(chunk_bytes=chunk_bytes))
         server = make_server(config)
-        _, reports = run_rounds(config, lambda node, server=server: LocalClient(server))
+        with running(server):
+            _, reports = run_rounds(config, lambda node, server=server: LocalClient(server))
         digests.add(reports[0][-1].digest)
     assert len(digests) == 1
