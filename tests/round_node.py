@@ -49,8 +49,9 @@ class Node:
         return replace(manifest, **changes)
 
     def train(self, round: int) -> None:
-        """Encode what training by noise of its own gives."""
-        self.sent = {}
+        """Encode what training by noise of its own gives; once, since encoding again would feed back twice."""
+        if self.sent:
+            return
         for tensor in self.server.trained_by(self.node, round):
             step = noise("train", tensor, self.node, round).standard_normal(self.base[tensor].size)
             values = self.base[tensor] + np.float32(0.1) * step.astype(np.float32)
@@ -67,8 +68,7 @@ class Node:
                 upload.add(tensor, offset, payload[offset : offset + length])
 
     def upload(self, round: int = 0, **changes: Any) -> Upload:
-        if not self.sent:
-            self.train(round)
+        self.train(round)
         upload = self.server.begin_upload(self.manifest(round, **changes))
         if not upload.ready.is_complete:
             self.send(upload)
