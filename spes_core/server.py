@@ -100,7 +100,7 @@ def serve(run: RunFile, folder: Path) -> None:
             listening.open(core)
             _write_atomically(folder / ADDRESS_FILE, f"{listening.address}\n{os.getpid()}\n")
             events.write("listening", address=listening.address)
-            core.run(lambda standing: _store(run.config, folder, core.state, standing))
+            core.run(lambda standing: _store(run.config, folder, core.state, standing, events.size_bytes))
             _save_final(run, folder, schema, core.state)
             core.journal.prune(before=len(round_steps(run.config)) + 1)
         finally:
@@ -195,7 +195,7 @@ def _take_up(config: RunConfig, folder: Path) -> tuple[Standing, Callable[[str],
     return standing, of_tensor
 
 
-def _store(config: RunConfig, folder: Path, state: GlobalState, standing: Standing) -> None:
+def _store(config: RunConfig, folder: Path, state: GlobalState, standing: Standing, events_bytes: int) -> None:
     """Store the global weights and what goes with them; all stay as they are meanwhile."""
     arrays = {"values": state.values, "momentum": standing.momentum, "residual": standing.residual}
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
@@ -206,7 +206,7 @@ def _store(config: RunConfig, folder: Path, state: GlobalState, standing: Standi
             lambda path: write_tensors(path, tensors),
             step=standing.step,
             round=standing.round,
-            events_bytes=0,
+            events_bytes=events_bytes,
             values={"tokens": standing.tokens, "absences": standing.absences},
         )
     except OSError as error:

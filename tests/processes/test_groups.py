@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from spes_core.data.batches import TokenSource
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
 from spes_core.model import counting
+from spes_core.protocol.credentials import TOKEN_FILE
 from spes_core.runfile import RunFile
 from tests.equivalence.participants import global_weights, tiny, train_together
 from tests.processes.runs import (
@@ -134,12 +136,13 @@ def test_a_refusal_ends_all_ranks_with_the_servers_words(corpus: Path, tmp_path:
         folder = tmp_path / "group"
         folder.mkdir()
         RunFile(trial="t", config=grouped, data_dir=str(data_dir), server_address=address).save(folder / "run.json")
+        shutil.copy(tmp_path / "other" / TOKEN_FILE, folder)
         processes = start_all(folder)
         processes.pop("server").communicate()  # its port is taken: it ends by itself
         ((status, output),) = outputs(processes).values()
     finally:
         server.kill()
         server.wait()
-    assert status == 1
+    assert status == 1, output
     said = [line for line in output.splitlines() if line.startswith("error: the server refused node 0")]
     assert len(said) == 2 and said[0] == said[1] and "seed 1, here 0" in said[0]
