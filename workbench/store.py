@@ -99,6 +99,7 @@ class StudyFolder:
 
     def is_older_than(self, report: Path, trials: Sequence[Trial]) -> bool:
         """Whether a report was written after everything that it is made from."""
-        sources = [self.path / "study.json", *(self.trial_dir(trial) / "result.json" for trial in trials)]
+        sources = [self.path / "study.json", self.path / "search" / "search.json"]
+        sources += [*(self.trial_dir(trial) / "result.json" for trial in trials)]
         newest = max((source.stat().st_mtime_ns for source in sources if source.exists()), default=0)
         return report.exists() and report.stat().st_mtime_ns > newest

@@ -1,0 +1,486 @@
+"""A search through its command, on an engine that answers by formula: what runs, what repeats, what a stop leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_study_cli import Engine, NoLauncher, cache, corpus
+from workbench import campaign
+from workbench.execute import StopRequest
+from workbench.progress import Progress
+from workbench.search import Proposals
+from workbench.spec import read_study
+from workbench.study import main
+from workbench.trials import Trial, expand
+
+__all__ = ["cache", "corpus"]
+
+STUDY = """\
+schema: 1
+name: probe
+question: How few bytes?
+defaults: [model/tiny, data/default]
+run:
+  nodes: 2
+  budget_tokens: 40_960
+  data: {corpus: CORPUS, tokenizer_vocab_size: 300, sequence_length: 16}
+arms:
+  centralized: {method: centralized, role: reference}
+  spes: {method: spes}
+search:
+  n_trials: 6
+  space: {sync.interval_steps: [1, 2, 4, 8, 16, 32, 64, 128]}
+  objective: comm/uplink_gb
+  constraints: [{metric: eval/loss, tolerance: 0.02}]
+  confirm: {top: 1, seeds: [7, 8, 9]}
+seeds: [0, 1]
+"""
+
+
+class SearchEngine(Engine):
+    """Loss grows with H, bytes fall; each seed has its own level, the same in all arms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails: Callable[[Trial], bool] = lambda trial: False
+        self.loss: Callable[[Trial], float] = formula
+        self.die_after: int | None = None
+
+    def run_trial(
+        self,
+        trial: Trial,
+        trial_dir: Path,
+        settings: Any,
+        launcher: Any,
+        on_progress: Callable[[Progress], None],
+        stop_request: StopRequest,
+    ) -> dict[str, Any]:
+        self.ran.append(trial.name.rpartition("-")[0])
+        if self.die_after is not None and len(self.ran) > self.die_after:
+            raise KeyboardInterrupt  # as abrupt as a kill for all that is outside this process' memory
+        status = "failed" if self.fails(trial) else "done"
+        if self.stop_after == len(self.ran):
+            stop_request.signal, status = 2, "interrupted"
+        metrics = {"eval/loss": self.loss(trial), "comm/uplink_gb": 1 / interval(trial), "mem/trained_state_gb": 0.1}
+        result = {
+            "trial": {"id": trial.id}, "status": status, "metrics": metrics if status == "done" else {},
+            "error": None if status == "done" else {"message": "it broke", "log_tail": ["error: it broke"]},
+            "provenance": settings.provenance,
+        }  # fmt: skip
+        trial_dir.mkdir(parents=True, exist_ok=True)
+        (trial_dir / "result.json").write_text(json.dumps(result))
+        return result
+
+
+def interval(trial: Trial) -> int:
+    return int(trial.axes.get("sync.interval_steps", 1))
+
+
+def formula(trial: Trial) -> float:
+    """0.4 % above the reference for each doubling of H: 32 is the largest H within 2 %."""
+    return (3.0 + 0.1 * trial.seed) * (1 + 0.004 * math.log2(interval(trial)))
+
+
+@pytest.fixture
+def study_file(tmp_path: Path, corpus: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "probe.yaml"
+    path.write_text(STUDY.replace("CORPUS", str(corpus)))
+    return path
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> SearchEngine:
+    engine = SearchEngine()
+
+    class Mirror:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def wait_ready(self, timeout_s: float) -> bool:
+            return True
+
+        def add(self, trial_dir: Path) -> None:
+            engine.mirrored.append(trial_dir.name)
+
+        def close(self, timeout_s: float = 0) -> None:
+            engine.caught_up += 1
+
+    monkeypatch.setattr(campaign, "run_trial", engine.run_trial)
+    monkeypatch.setattr(campaign, "open_launcher", NoLauncher)
+    monkeypatch.setattr(campaign, "Mirror", Mirror)
+    monkeypatch.setattr(campaign, "render_report", engine.render_report)
+    return engine
+
+
+def stored() -> dict[str, Any]:
+    return dict(json.loads(Path("results/probe/search/search.json").read_text()))
+
+
+def points() -> list[int]:
+    return [point["axes"]["sync.interval_steps"] for point in stored()["points"]]
+
+
+def searched(engine: Engine) -> list[str]:
+    """What ran of the searched arm with the seeds of the search."""
+    return [name for name in engine.ran if name.startswith("spes") and name.endswith(("seed=0", "seed=1"))]
+
+
+# --- A whole search ---
+
+
+def test_search_runs_the_reference_then_as_many_points_as_asked_for_then_confirms(
+    study_file: Path, engine: SearchEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["probe.yaml"]) == 0
+    assert engine.ran[:2] == ["centralized-seed=0", "centralized-seed=1"]
+    assert len(searched(engine)) == 12
+    assert len(set(points())) == len(points()) == 6
+    best = max(point for point in points() if point <= 32)
+    fresh = [f"{arm}-seed={seed}" for arm in ("centralized", f"spes-interval_steps={best}") for seed in (7, 8, 9)]
+    assert engine.ran[14:] == fresh
+    assert len(engine.ran) == len(set(engine.ran)) == len(engine.mirrored)
+    study = json.loads(Path("results/probe/study.json").read_text())
+    assert {trial["name"].rpartition("-")[0] for trial in study["trials"]} == set(engine.ran)
+    assert "at most 20 trials to run" in capsys.readouterr().out
+
+
+def test_finished_search_runs_nothing_again_and_writes_no_report(study_file: Path, engine: SearchEngine) -> None:
+    main(["probe.yaml"])
+    before, ran = stored(), len(engine.ran)
+    assert main(["probe.yaml"]) == 0
+    assert (stored(), len(engine.ran), engine.reports) == (before, ran, 1)
+
+
+def test_a_repeated_point_costs_nothing_and_does_not_count(study_file: Path, engine: SearchEngine) -> None:
+    assert main(["probe.yaml", "search.n_trials=40"]) == 0
+    assert sorted(points()) == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert len(searched(engine)) == 16
+    assert sum(point["repeats"] for point in stored()["points"]) > 0
+
+
+# --- Stops ---
+
+
+@pytest.mark.parametrize("after", [1, 3, 5, 8, 13, 16])
+@pytest.mark.parametrize("how", ["stop", "die"])
+def test_a_stopped_search_continues_to_the_same_points_and_repeats_nothing(
+    study_file: Path, engine: SearchEngine, after: int, how: str
+) -> None:
+    main(["probe.yaml", "--results", "whole"])
+    whole = json.loads(Path("whole/probe/search/search.json").read_text())
+    engine.ran.clear()
+    engine.stop_after, engine.die_after = (after, None) if how == "stop" else (None, after)
+    assert main(["probe.yaml"]) == 130
+    stopped = len(engine.ran)
+    engine.stop_after = engine.die_after = None
+    assert main(["probe.yaml"]) == 0
+    assert stored() == whole
+    assert engine.ran[stopped - 1] == engine.ran[stopped]
+    assert len(engine.ran) == len(set(engine.ran)) + 1
+
+
+def test_kill_while_a_proposal_is_drawn_or_written_loses_no_point(study_file: Path, engine: SearchEngine) -> None:
+    main(["probe.yaml", "--results", "whole", "search.n_trials=4"])
+    journal = Path("whole/probe/search/journal.log")
+    lines = journal.read_text().splitlines(keepends=True)
+    ran = len(engine.ran)
+    for kept in range(1, len(lines)):  # every moment of the journal, and each with half of the next line
+        journal.write_text("".join(lines[:kept]) + lines[kept][: len(lines[kept]) // 2])
+        assert main(["probe.yaml", "--results", "whole", "search.n_trials=4"]) == 0, kept
+        assert len(json.loads(journal.with_name("search.json").read_text())["points"]) == 4
+    assert len(set(engine.ran)) == len(engine.ran)
+    assert len(engine.ran) - ran <= 2 * 4  # a proposal cut short may be drawn anew as another point
+
+
+def test_two_controllers_of_one_search_do_not_meet(
+    study_file: Path, engine: SearchEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["probe.yaml"])
+    code = "import fcntl, sys; f = open('results/probe/search/lock'); fcntl.flock(f, 2); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert main(["probe.yaml"]) == 1
+        other.communicate(b"\n")
+    assert "is being searched by another process" in capsys.readouterr().err
+    assert main(["probe.yaml"]) == 0
+
+
+# --- Edits ---
+
+
+def test_more_points_continue_where_the_search_ended(study_file: Path, engine: SearchEngine) -> None:
+    main(["probe.yaml", "search.n_trials=3"])
+    first = points()
+    main(["probe.yaml"])
+    assert points()[:3] == first
+    assert len(points()) == 6
+    assert len(searched(engine)) == len(set(searched(engine))) == 12
+
+
+def test_an_edited_space_keeps_the_points_that_lie_in_it(
+    study_file: Path, engine: SearchEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["probe.yaml"])
+    kept = [point for point in points() if point >= 8]
+    engine.ran.clear()
+    edited = ["probe.yaml", "search.space.sync.interval_steps=[8,16,32,64,128,256]"]
+    assert main(edited) == 0
+    assert f"the search was edited: {len(kept)} of 6 earlier points still count" in capsys.readouterr().out
+    assert points()[: len(kept)] == kept
+    assert sorted(points()) == [8, 16, 32, 64, 128, 256]
+    assert len(searched(engine)) == 2 * (6 - len(kept))
+    main(["probe.yaml"])
+    assert len(points()) == 6
+
+
+def test_a_list_may_become_a_range(study_file: Path, engine: SearchEngine) -> None:
+    main(["probe.yaml"])
+    space = "  space: {sync.interval_steps: {low: 4, high: 128, log: true}}\n"
+    lines = study_file.read_text().splitlines(keepends=True)
+    study_file.write_text("".join(space if "space:" in line else line for line in lines))
+    kept = {point for point in points() if point >= 4}
+    assert main(["probe.yaml"]) == 0
+    assert kept <= set(points())
+    assert len(points()) == 6
+
+
+def test_another_constraint_is_judged_by_the_stored_results(study_file: Path, engine: SearchEngine) -> None:
+    main(["probe.yaml"])
+    ran = searched(engine)
+    assert main(["probe.yaml", "search.constraints=[{metric: eval/loss, tolerance: 0.005}]"]) == 0
+    assert searched(engine) == ran
+    (winner,) = stored()["winners"]
+    best = next(point for point in stored()["points"] if point["number"] == winner)
+    assert best["axes"]["sync.interval_steps"] == max(point for point in points() if point <= 2)
+
+
+# --- Failures ---
+
+
+def test_a_failed_point_counts_and_is_made_again_when_asked_for(study_file: Path, engine: SearchEngine) -> None:
+    engine.fails = lambda trial: interval(trial) >= 16 and trial.arm == "spes"
+    assert main(["probe.yaml"]) == 1
+    failed = [point for point in stored()["points"] if point["state"] == "failed"]
+    assert failed
+    assert "failed" in failed[0]["reason"]
+    assert len(points()) == 6
+    ran = len(engine.ran)
+    assert main(["probe.yaml"]) == 1
+    assert len(engine.ran) == ran
+    engine.fails = lambda trial: False
+    assert main(["probe.yaml", "--retry-failed"]) == 0
+    assert {point["state"] for point in stored()["points"]} == {"done"}
+    before = stored()
+    assert main(["probe.yaml"]) == 0
+    assert stored() == before
+
+
+def test_a_search_waits_for_a_reference_that_failed(
+    study_file: Path, engine: SearchEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.fails = lambda trial: trial.arm == "centralized"
+    assert main(["probe.yaml"]) == 1
+    assert not searched(engine)
+    assert "the search waits: its constraints need the reference" in capsys.readouterr().out
+    engine.fails = lambda trial: False
+    assert main(["probe.yaml", "--retry-failed"]) == 0
+    assert len(searched(engine)) == 12
+
+
+def test_results_that_were_deleted_are_made_again(study_file: Path, engine: SearchEngine) -> None:
+    main(["probe.yaml"])
+    before = stored()
+    lost = next(Path("results/probe/trials").glob("spes-*-seed=1-*"))
+    (lost / "result.json").unlink()
+    engine.ran.clear()
+    assert main(["probe.yaml"]) == 0
+    assert engine.ran == [lost.name.rpartition("-")[0]]
+    assert stored() == before
+
+
+# --- Objectives and pruning ---
+
+
+def test_several_objectives_win_by_the_front(study_file: Path, engine: SearchEngine) -> None:
+    overrides = ["search.objective=[eval/loss,comm/uplink_gb]", "search.constraints=[]", "search.confirm.top=3"]
+    assert main(["probe.yaml", *overrides]) == 0
+    by_number = {point["number"]: point["axes"]["sync.interval_steps"] for point in stored()["points"]}
+    won = [by_number[number] for number in stored()["winners"]]
+    assert len(won) == 3
+    assert won[0] == min(points())  # the front is every point here; its ends are the best in one objective each
+    assert won[-1] == max(points())
+
+
+def test_no_point_within_the_constraint_confirms_nothing(study_file: Path, engine: SearchEngine) -> None:
+    engine.loss = lambda trial: 4.0 if trial.arm == "spes" else 3.0
+    assert main(["probe.yaml"]) == 0
+    assert stored()["winners"] == []
+    assert not [name for name in engine.ran if name.endswith(("seed=7", "seed=8", "seed=9"))]
+
+
+def test_pruning_saves_the_seeds_of_points_behind_the_median_and_survives_a_stop(
+    study_file: Path, engine: SearchEngine
+) -> None:
+    overrides = ["search.pruner=median", "search.objective=eval/loss", "search.constraints=[]", "search.n_trials=8"]
+    engine.stop_after = 15
+    assert main(["probe.yaml", *overrides]) == 130
+    engine.stop_after = None
+    assert main(["probe.yaml", *overrides]) == 0
+    pruned = [point for point in stored()["points"] if point["state"] == "pruned"]
+    assert pruned
+    assert {len(point["trials"]) for point in pruned} == {1}
+    assert pruned[0]["reason"] == "pruned after 1 of 2 seeds"
+    assert len(set(searched(engine))) == 16 - len(pruned)
+    before = stored()
+    assert main(["probe.yaml", *overrides]) == 0
+    assert stored() == before
+
+
+def test_importance_names_the_setting_that_matters(study_file: Path, engine: SearchEngine) -> None:
+    overrides = ["+search.space.merge.alpha=[0.1,0.2,0.3,0.4]", "search.n_trials=30", "search.objective=eval/loss"]
+    assert main(["probe.yaml", "seeds=[0]", *overrides]) == 0
+    importances = {row["setting"]: row["importance"] for row in stored()["importances"]}
+    assert importances["sync.interval_steps"] > 5 * importances["merge.alpha"]
+
+
+# --- Proposals ---
+
+
+def test_what_was_told_is_what_the_results_say(study_file: Path, engine: SearchEngine) -> None:
+    import optuna
+
+    main(["probe.yaml"])
+    backend = optuna.storages.journal.JournalFileBackend("results/probe/search/journal.log")
+    storage = optuna.storages.JournalStorage(backend)
+    (name,) = [summary.study_name for summary in optuna.get_all_study_summaries(storage)]
+    for trial in optuna.load_study(study_name=name, storage=storage).trials:
+        steps = trial.params["sync.interval_steps"]
+        assert trial.values == [1 / steps]
+        (violation,) = trial.constraints.values()
+        assert violation == pytest.approx(0.004 * math.log2(steps) - 0.02)
+
+
+def test_a_damaged_journal_is_one_clear_line(
+    study_file: Path, engine: SearchEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["probe.yaml"])
+    journal = Path("results/probe/search/journal.log")
+    journal.write_text("nonsense\n" + journal.read_text())
+    capsys.readouterr()
+    assert main(["probe.yaml"]) == 2
+    assert "journal.log is damaged" in capsys.readouterr().err
+    journal.unlink()
+    ran = len(engine.ran)
+    assert main(["probe.yaml"]) == 0
+    assert len([name for name in engine.ran[ran:] if name in engine.ran[:ran]]) == 0
+
+
+# --- The study file ---
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "mistake"),
+    [
+        ("n_trials: 6", "n_trial: 6", '13: search.n_trial is not a setting; did you mean "n_trials"?'),
+        ("n_trials: 6", "n_trials: 0", "13: search.n_trials (0) must be at least 1"),
+        ("sync.interval_steps:", "sync.intervall_steps:", "14: search.space.sync.intervall_steps is not a setting"),
+        (
+            "[1, 2, 4, 8, 16, 32, 64, 128]",
+            "[1, x]",
+            "14: search.space.sync.interval_steps ('x') must be a whole number",
+        ),
+        ("[1, 2, 4, 8, 16, 32, 64, 128]", "[0, 2]", "14: search.space.sync.interval_steps (0) must be at least 1"),
+        ("[1, 2, 4, 8, 16, 32, 64, 128]", "[2, 2]", "14: search.space.sync.interval_steps (2) is listed twice"),
+        ("[1, 2, 4, 8, 16, 32, 64, 128]", "5", "14: search.space.sync.interval_steps (5) must be a list of values, or"),
+        ("[1, 2, 4, 8, 16, 32, 64, 128]", "{low: 9, high: 5}", "14: search.space.sync.interval_steps.low (9) must be"),
+        ("[1, 2, 4, 8, 16, 32, 64, 128]", "{low: 9, hig: 5}", "14: search.space.sync.interval_steps.hig is not a sett"),
+        ("[1, 2, 4, 8, 16, 32, 64, 128]", "{low: 0, high: 5}", "14: search.space.sync.interval_steps"),
+        ("sync.interval_steps:", "data.corpus:", "14: search.space.data.corpus cannot be searched: it makes another"),
+        ("sync.interval_steps:", "seed:", "14: search.space.seed cannot be an axis"),
+        ("comm/uplink_gb", "comm/uplink", '15: search.objective.metric (comm/uplink) is not a metric; did you mean "c'),
+        ("comm/uplink_gb", "[]", "15: search.objective must name at least one metric"),
+        ("tolerance: 0.02", "at_mots: 1", '16: search.constraints[0].at_mots is not a setting; did you mean "at_most"'),
+        (", tolerance: 0.02", "", "16: search.constraints[0] must give one of tolerance, at_most and at_least"),
+        (", role: reference", "", "12: search.arm is missing: it names the arm that is searched, and 2 arms have"),
+        ("seeds: [7, 8, 9]", "seeds: [1, 8]", "17: search.confirm.seeds (1) must be fresh"),
+        ("  n_trials", "  arm: sparse\n  n_trials", "13: search.arm (sparse) is not an arm"),
+        ("  n_trials", "  pruner: median\n  n_trials", "13: search.pruner (median) sees the objective alone"),
+        ("  n_trials", "  pruner: hyperband\n  n_trials", "13: search.pruner ('hyperband') must be one of median"),
+        ("method: spes}", "method: spes, sweep: {grid: {optim.lr: [0.1]}}}", "11: arms.spes.sweep must be left out"),
+    ],
+)
+def test_mistake_in_a_search_exits_2_and_creates_nothing(
+    study_file: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, mistake: str
+) -> None:
+    study_file.write_text(study_file.read_text().replace(old, new))
+    assert main(["probe.yaml"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert any(line.startswith(f"error: probe.yaml:{mistake}") for line in lines), lines
+    assert [path.name for path in study_file.parent.iterdir()] == ["probe.yaml"]
+
+
+def test_all_mistakes_of_a_search_are_listed_at_once(study_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = study_file.read_text().replace("n_trials: 6", "n_trials: 0").replace("eval/loss", "eval/los")
+    study_file.write_text(text.replace("[7, 8, 9]", "[7, 7]").replace("[1, 2, 4", "[0, 2, 4"))
+    assert main(["probe.yaml"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) >= 3
+
+
+def test_several_objectives_refuse_a_pruner(study_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["search.objective=[eval/loss,comm/uplink_gb]", "search.pruner=median", "search.constraints=[]"]
+    assert main(["probe.yaml", *overrides]) == 2
+    assert "search.pruner (median) cannot rank points by several objectives; leave it" in capsys.readouterr().err
+
+
+def test_a_reference_of_several_points_is_refused(study_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe.yaml", "arms.centralized.method=dilico", "sweep.grid.sync.interval_steps=[1,2]"]) == 2
+    assert "must be one point where there is a search, and has 2: take sync.interval_steps" in capsys.readouterr().err
+
+
+def test_a_range_gives_whole_numbers_within_it(study_file: Path, engine: SearchEngine) -> None:
+    text = study_file.read_text().replace("[1, 2, 4, 8, 16, 32, 64, 128]", "{low: 3, high: 20, log: true}")
+    study_file.write_text(text)
+    main(["probe.yaml"])
+    assert all(isinstance(point, int) and 3 <= point <= 20 for point in points())
+    assert len(expand(read_study(study_file))) == 2 * (1 + 18)
+
+
+def test_dry_run_of_a_search_says_space_points_and_costs_and_needs_no_optuna(study_file: Path) -> None:
+    code = (
+        "import sys; from workbench.study import main; code = main(['probe.yaml', '--dry-run']);"
+        "heavy = {'torch', 'numpy', 'optuna', 'mlflow', 'pandas'} & sys.modules.keys();"
+        "assert not heavy, heavy; sys.exit(code)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "search of spes: minimize comm/uplink_gb\n  subject to eval/loss at most 1.02 times the ref" in done.stdout
+    assert "space: 8 points; 6 of them are tried (tpe) with 2 seeds each" in done.stdout
+    assert "cost: at most 18 trials, each of steps 160, rounds 2 to 160" in done.stdout
+    assert [path.name for path in study_file.parent.iterdir()] == ["probe.yaml"]
+
+
+def test_chance_proposes_other_points_with_another_seed(study_file: Path, tmp_path: Path) -> None:
+    asked = []
+    for seed in (0, 1):
+        search = read_study(study_file, ["search.sampler=random", f"search.sampler_seed={seed}"]).search
+        assert search is not None
+        proposals = Proposals(tmp_path / f"{seed}.log", "form", search)
+        asked.append([])
+        for _ in range(5):
+            proposal = proposals.ask()
+            proposals.tell(proposal, [1.0], {})
+            asked[-1].append(proposal.params["sync.interval_steps"])
+    assert asked[0] != asked[1]
