@@ -153,15 +153,22 @@ class Proposals:
         if len(self._distributions) < 2:
             return []
         rows = []
-        told = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
+        told = {
+            json.dumps(trial.params, sort_keys=True): trial
+            for trial in self._study.get_trials(deepcopy=False)
+            if trial.state.name == "COMPLETE"
+        }
         if len(told) * _BEST_SHARE < 2:
             return []
+        # Of a repeated point one counts: a sampler repeats good points, and chance would look like importance.
+        distinct = optuna.create_study(directions=self._study.directions)
+        distinct.add_trials(told.values())
         for index, objective in enumerate(self._search.objectives):
             sign = 1 if objective.goal == "minimize" else -1
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found = optuna.importance.get_param_importances(
-                    self._study,
+                    distinct,
                     evaluator=optuna.importance.PedAnovaImportanceEvaluator(target_quantile=_BEST_SHARE),
                     target=lambda trial, index=index, sign=sign: sign * trial.values[index],
                 )

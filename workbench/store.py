@@ -85,6 +85,7 @@ class StudyFolder:
             ],
             "metrics": {"primary": {"name": study.metrics.primary.name, "goal": study.metrics.primary.goal}},
             "equal": list(study.equal),
+            **({"search": {"arm": study.search.arm}} if study.search else {}),
             "overrides": [str(override.input_line) for override in study.composition.overrides],
             "composed": study.composition.tree,
             "provenance": provenance,

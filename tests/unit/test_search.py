@@ -172,7 +172,7 @@ def test_a_repeated_point_costs_nothing_and_does_not_count(study_file: Path, eng
 # --- Stops ---
 
 
-@pytest.mark.parametrize("after", [1, 3, 5, 8, 13, 16])
+@pytest.mark.parametrize("after", [1, 4, 9, 16])
 @pytest.mark.parametrize("how", ["stop", "die"])
 def test_a_stopped_search_continues_to_the_same_points_and_repeats_nothing(
     study_file: Path, engine: SearchEngine, after: int, how: str
@@ -241,8 +241,10 @@ def test_an_edited_space_keeps_the_points_that_lie_in_it(
     assert points()[: len(kept)] == kept
     assert sorted(points()) == [8, 16, 32, 64, 128, 256]
     assert len(searched(engine)) == 2 * (6 - len(kept))
-    main(["probe.yaml"])
-    assert len(points()) == 6
+    ran = len(engine.ran)
+    main(["probe.yaml"])  # back again: what the edited search found of this space counts here too
+    assert len(points()) >= 6
+    assert not [name for name in engine.ran[ran:] if name.endswith(("seed=0", "seed=1"))]
 
 
 def test_a_list_may_become_a_range(study_file: Path, engine: SearchEngine) -> None:
