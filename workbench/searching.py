@@ -27,6 +27,7 @@ from workbench.points import Sample, Scored, score, winners
 from workbench.search import Proposal, Proposals
 from workbench.searchspace import Search
 from workbench.spec import Arm, Study
+from workbench.sweep import axis_label, value_text
 from workbench.trials import Corpus, Trial, Variant, config_digest, identify, resolve, without_search
 
 _MOST_IDLE = 100
@@ -324,6 +325,21 @@ class SearchCampaign(Campaign):
             "references": [self._references[seed].id for seed in self._study.seeds if seed in self._references],
         }
         return json.dumps(about, sort_keys=True)
+
+    def _show_results(self) -> None:
+        super()._show_results()
+        if not self._ledger:
+            return
+        for point in self._winners:
+            label = ", ".join(
+                f"{axis_label(path, tuple(point.axes))}={value_text(point.axes[path])}" for path in point.axes
+            )
+            values = point.scored.values if point.scored is not None else ()
+            named = zip(self._search.objectives, values, strict=True)
+            shown = ", ".join(f"{objective.metric} {value:.4g}" for objective, value in named)
+            print(f"winner: {label}  {shown}; the report says whether fresh seeds confirm it")
+        if not self._winners:
+            print("no winner: no point has results that keep every constraint")
 
     def _write(self) -> None:
         """search.json and study.json, as far as the search is."""

@@ -5,25 +5,34 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.stats
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.unit.test_report import Page
 from tests.unit.test_study_cli import Engine, NoLauncher, cache, corpus
 from workbench import campaign
 from workbench.execute import StopRequest
+from workbench.points import Scored, front, winners
 from workbench.progress import Progress
 from workbench.search import Proposals
+from workbench.searchspace import Objective
 from workbench.spec import read_study
 from workbench.study import main
 from workbench.trials import Trial, expand
 
 __all__ = ["cache", "corpus"]
 
+REAL_RENDER = campaign.render_report
 STUDY = """\
 schema: 1
 name: probe
@@ -355,6 +364,67 @@ def test_importance_names_the_setting_that_matters(study_file: Path, engine: Sea
     assert main(["probe.yaml", "seeds=[0]", *overrides]) == 0
     importances = {row["setting"]: row["importance"] for row in stored()["importances"]}
     assert importances["sync.interval_steps"] > 5 * importances["merge.alpha"]
+
+
+# --- The report ---
+
+
+def report(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Page:
+    monkeypatch.setattr(campaign, "render_report", REAL_RENDER)
+    assert main(["probe.yaml", "report.formats=[html,csv]", *overrides]) in (0, 1)
+    return Page(Path("reports/probe/index.html").read_text(encoding="utf-8"))
+
+
+def test_report_shows_points_winner_and_the_interval_of_fresh_seeds(
+    study_file: Path, engine: SearchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = {7: -0.001, 8: 0.0, 9: 0.0013}
+    engine.loss = lambda trial: formula(trial) * (1 + noise.get(trial.seed, 0) * (trial.arm == "spes"))
+    page = report(monkeypatch, "search.space.sync.interval_steps=[1,2,4,8,16,64]")
+    assert [int(row[1]) for row in page.tables["search_history"][1:]] == points()
+    (row,) = page.tables["search_confirmation"][1:]
+    relative = [(1 + 0.004 * math.log2(16)) * (1 + noise[seed]) - 1 for seed in (7, 8, 9)]
+    bounds = scipy.stats.t.interval(0.95, 2, np.mean(relative), scipy.stats.sem(relative))
+    shown = [float(number.replace("−", "-")) for number in re.findall(r"[+−]?\d+\.\d+", " ".join(row[2:4]))]
+    assert shown[0] == pytest.approx(100 * np.mean(relative), abs=0.006)
+    assert shown[1:3] == pytest.approx([100 * bound for bound in bounds], abs=0.06)
+    assert "Sweet spot H\u202f=\u202f16" in " ".join(page.words).replace("\xa0", "\u202f")
+
+
+def test_report_does_not_identify_a_sweet_spot_that_fresh_seeds_do_not_show(
+    study_file: Path, engine: SearchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.loss = lambda trial: formula(trial) * (1.05 if trial.seed == 9 and trial.arm == "spes" else 1)
+    assert "Sweet spot not identified: no winner qualifies" in " ".join(report(monkeypatch).words)
+
+
+def test_report_of_several_axes_and_objectives_marks_the_front_and_names_importances(
+    study_file: Path, engine: SearchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.fails = lambda trial: interval(trial) == 16
+    overrides = ["+search.space.merge.alpha=[0.1,0.2]", "search.objective=[eval/loss,comm/uplink_gb]", "seeds=[0]"]
+    page = report(monkeypatch, *overrides, "search.n_trials=12", "search.confirm.seeds=[]")
+    header, *rows = page.tables["search_history"]
+    assert len(rows) == 12
+    on_front = {row[1] for row in rows if row[header.index("on the front")] == "yes"}
+    assert on_front == {row[1] for row in rows if row[header.index("keeps limits")] == "yes"}
+    assert page.tables["search_importances"][1:]
+    assert any("failed" in row[-1] for row in rows)
+    assert "the choice is not confirmed" in " ".join(page.words)
+    assert len(page.tables["trials"]) == 1 + 1 + 12
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.booleans()), max_size=12))
+def test_front_is_what_no_feasible_point_dominates(drawn: list[tuple[int, int, bool]]) -> None:
+    objectives = [Objective(metric="a"), Objective(metric="b", goal="maximize")]
+    scores = [Scored(values=(float(a), float(b)), violations=(0.0 if keeps else 1.0,)) for a, b, keeps in drawn]
+    expected = [
+        index
+        for index, (a, b, keeps) in enumerate(drawn)
+        if keeps and not any(k and x <= a and y >= b and (x < a or y > b) for x, y, k in drawn)
+    ]
+    assert front(scores, objectives) == expected
+    assert set(winners(scores, objectives, 3)) <= set(expected)
 
 
 # --- Proposals ---

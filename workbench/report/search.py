@@ -215,9 +215,9 @@ def _confirmation_table(search: SearchEvidence) -> Table | None:
     return Table(
         id="search_confirmation",
         title="Winners on fresh seeds",
-        caption=f"Difference of the {metric_name(search.evidence.metric)} from the reference, paired by seed, over seeds"
-        " that the search did not choose by; positive is worse. Tables and figures elsewhere in this report use all"
-        " seeds together, in which those of the choice favour the winner.",
+        caption=f"Difference of the {metric_name(search.evidence.metric)} from the reference, paired by seed, over"
+        " seeds that the search did not choose by; positive is worse. Tables and figures elsewhere in this report use"
+        " all seeds together, in which those of the choice favour the winner.",
         frame=pd.DataFrame(rows),
         columns=(
             Column(key="point", heading="winner", show=text, align="left"),
