@@ -154,6 +154,7 @@ def _summary(search: SearchEvidence) -> str:
     kept = sum(point.scored is not None and point.scored.feasible for point in points)
     scored = sum(point.scored is not None for point in points)
     space = "a continuum" if record["size"] is None else f"a space of {count(record['size'], 'point')}"
+    limits = limits.replace(search.evidence.metric, metric_name(search.evidence.metric))
     return (
         f"Searched in {record['arm']}: the {goals}{limits}. Of {space} ({'; '.join(record['space'])}),"
         f" {count(len(points), 'point')} of {record['n_trials']} asked for were tried{rest}, proposed by"
