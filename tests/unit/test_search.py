@@ -181,10 +181,9 @@ def test_a_repeated_point_costs_nothing_and_does_not_count(study_file: Path, eng
 # --- Stops ---
 
 
-@pytest.mark.parametrize("after", [1, 4, 16])
-@pytest.mark.parametrize("how", ["stop", "die"])
+@pytest.mark.parametrize(("how", "after"), [("stop", 4), ("stop", 16), ("die", 1), ("die", 5)])
 def test_a_stopped_search_continues_to_the_same_points_and_repeats_nothing(
-    study_file: Path, engine: SearchEngine, after: int, how: str
+    study_file: Path, engine: SearchEngine, how: str, after: int
 ) -> None:
     main(["probe.yaml", "--results", "whole"])
     whole = json.loads(Path("whole/probe/search/search.json").read_text())

@@ -304,6 +304,7 @@ def _front_figure(search: SearchEvidence) -> Figure | None:
     if len(metrics) < 2 or len(rows) < 2:
         return None
     frame = pd.DataFrame(rows)
+    filled = "on the Pareto front of the points" if len(search.objectives) > 1 else "the best of the points"
 
     def draw(layout: Layout) -> matplotlib.figure.Figure:
         with ink.drawing("search"):
@@ -312,8 +313,7 @@ def _front_figure(search: SearchEvidence) -> Figure | None:
     return Figure(
         id="search",
         title=f"Points of the search: {metric_name(metrics[1])} against {metric_name(metrics[0])}",
-        caption="Means over the search's seeds. Filled: on the Pareto front of the points that keep every constraint;"
-        " ringed: the winners.",
+        caption=f"Means over the search's seeds. Filled: {filled} that keep every constraint; ringed: the winners.",
         alt=f"{len(rows)} points; {int(frame['on_front'].sum())} on the front: "
         + join([str(row["point"]) for row in rows if row["on_front"]]),
         data=frame,
