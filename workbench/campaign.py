@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +41,9 @@ _MIRROR_STOP_S = 3.0
 class Campaign:
     """All trials of a study on prepared corpora; `run` takes them from what is stored to a report."""
 
+    _bound = ""
+    """Words before the number of trials to run."""
+
     def __init__(
         self,
         study: Study,
@@ -54,23 +58,38 @@ class Campaign:
         self._trials = identify(study, variants, lambda corpus: corpora[corpus].header.digest)
         self._stored: dict[str, Stored] = {trial.id: self._folder.stored(trial) for trial in self._trials}
         self._provenance: dict[str, Any] = collect()
+        self._is_new = False
 
     def run(self, *, retry_failed: bool) -> Outcome:
         """Run what is not done, write the report, show the results."""
-        pending = [trial for trial in self._trials if self._is_pending(trial, retry_failed)]
-        self._say_what_stays(pending)
-        is_new = self._folder.write_study(self._study, self._trials, self._command, self._provenance)
-        if pending and self._run_trials(pending):
+        self._say_what_stays([trial for trial in self._trials if self._is_pending(trial, retry_failed)])
+        self._write_study()
+        batches = self._batches(retry_failed)
+        first = next(batches, None)
+        if first is not None and self._run_trials(chain([first], batches), self._expected(first)):
             print("interrupted; the same command continues", flush=True)
             return "interrupted"
-        if not pending:
+        if first is None:
             self._catch_up()
         report = self._report_dir / "index.html"
-        if pending or is_new or not self._folder.is_older_than(report, self._trials):
+        if first is not None or self._is_new or not self._folder.is_older_than(report, self._trials):
             report = render_report(self._folder.path, self._report_dir)
         self._show_results()
         print(f"report: {_shown(report)}")
         return "done" if all(stored.status == "done" for stored in self._stored.values()) else "some failed"
+
+    def _batches(self, retry_failed: bool) -> Iterator[Sequence[Trial]]:
+        """Trials to run, in groups: each is asked for when the one before has ended and is stored."""
+        if pending := [trial for trial in self._trials if self._is_pending(trial, retry_failed)]:
+            yield pending
+
+    def _expected(self, first: Sequence[Trial]) -> int:
+        """How many trials there are to run, or how many at most."""
+        return len(first)
+
+    def _write_study(self) -> None:
+        is_news = self._folder.write_study(self._study, self._trials, self._command, self._provenance)
+        self._is_new = self._is_new or is_news
 
     def _is_pending(self, trial: Trial, retry_failed: bool) -> bool:
         stored = self._stored[trial.id]
@@ -88,17 +107,18 @@ class Campaign:
         if older:
             print(f"warning: {len(older)} of the done trials were made by other code than the present; see the report")
 
-    def _run_trials(self, pending: Sequence[Trial]) -> bool:
+    def _run_trials(self, batches: Iterator[Sequence[Trial]], total: int) -> bool:
         """Run trials in order; whether the user stopped them."""
         with stop_on_signals() as stop_request, open_launcher() as launcher:
             mirror = Mirror(self._folder.path.parent, self._study.name)
             try:
-                print(f"{len(pending)} trials to run; preparing the engine and MLflow's store", flush=True)
+                print(f"{self._bound}{total} trials to run; preparing the engine and MLflow's store", flush=True)
                 _wait_for_store(mirror, stop_request)
-                with progress_lines(len(pending)) as lines:
-                    for number, trial in enumerate(pending, start=1):
-                        if stop_request.made:
-                            break
+                with progress_lines(total) as lines:
+                    trials = enumerate(chain.from_iterable(batches), start=1)
+                    # A group is asked for only by a study that goes on: a search would take what was stopped for ended.
+                    while not stop_request.made and (item := next(trials, None)) is not None:
+                        number, trial = item
                         lines.start(number, trial.name)
                         stored = self._run_trial(trial, launcher, lines, stop_request)
                         self._stored[trial.id] = stored

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from workbench.corpora import PreparedCorpus
 from workbench.plan import Prediction, merge_warning, predict
+from workbench.searchspace import Search
 from workbench.spec import Study
 from workbench.store import Stored, StudyFolder
 from workbench.sweep import axis_label, value_text
 from workbench.terminal import duration, print_table
-from workbench.trials import Corpus, Variant, config_digest, identify
+from workbench.trials import Corpus, Variant, config_digest, identify, without_search
 
 _NUMERIC = ("seed", "steps", "rounds", "merges", "trained params", "memory GB/node", "uplink GB/node")
 _TRANSFER = "transfer s/round"
@@ -22,6 +23,7 @@ def show_plan(
     study: Study, variants: Sequence[Variant], results: Path, corpora: Mapping[Corpus, PreparedCorpus]
 ) -> None:
     """Print the plan; trials whose corpus is not prepared have no id yet and are shown with their config's digest."""
+    samples, variants = variants, without_search(study, variants)
     predictions = [predict(variant.config) for variant in variants]
     axes = axis_paths(variant.axes for variant in variants)
     labels = [axis_label(path, axes) for path in axes]
@@ -36,10 +38,48 @@ def show_plan(
         rows.append([name, variant.arm.name, *values, str(variant.seed), *costs, status])
         statuses.append(status)
     print(f"{study.name}: {study.question}\n")
-    print_table(f"{len(rows)} trials", columns, rows, [*labels, *numeric])
-    print()
+    if rows:
+        print_table(f"{len(rows)} trials", columns, rows, [*labels, *numeric])
+        print()
+    if study.search is not None:
+        stand_ins = [variant for variant in samples if variant.arm.name == study.search.arm]
+        for line in describe_search(study, study.search, stand_ins):
+            print(line)
+        print()
     for note in _notes(study, variants, predictions, statuses):
         print(note)
+
+
+def describe_search(study: Study, search: Search, stand_ins: Sequence[Variant]) -> list[str]:
+    """The space of a search, how many trials it comes to, and what they cost, from points that stand for the space."""
+    costs = [predict(variant.config) for variant in stand_ins]
+    size = "a continuum" if search.size is None else f"{search.size:,} points"
+    confirmed = len(search.confirm.seeds) * (search.confirm.top + any(arm.role == "reference" for arm in study.arms))
+    trials = search.target * len(study.seeds) + confirmed
+    goals = ", ".join(f"{objective.goal} {objective.metric}" for objective in search.objectives)
+    lines = [
+        f"search of {search.arm}: {goals}",
+        *(f"  subject to {constraint.text()}" for constraint in search.constraints),
+        *(f"  over {axis.text()}" for axis in search.axes),
+        f"  space: {size}; {search.target} of them are tried ({search.sampler}) with {len(study.seeds)} seeds each",
+    ]
+    if search.pruner:
+        lines.append(f"  pruner: {search.pruner}, after each seed")
+    if search.confirm.seeds:
+        seeds = ", ".join(map(str, search.confirm.seeds))
+        lines.append(f"  the best {search.confirm.top} are run again with fresh seeds {seeds}: {confirmed} trials")
+    ranges = [
+        f"{name} {_span([getattr(cost, key) for cost in costs])}"
+        for name, key in (
+            ("steps", "steps"), ("rounds", "rounds"), ("memory GB/node", "memory_gb"), ("uplink GB/node", "uplink_gb"),
+        )
+    ]  # fmt: skip
+    return [*lines, f"  cost: at most {trials} trials, each of {', '.join(ranges)}"]
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.4g}", f"{max(values):.4g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def axis_paths(points: Iterable[Mapping[str, object]]) -> tuple[str, ...]:
@@ -92,15 +132,15 @@ def _notes(
     study: Study, variants: Sequence[Variant], predictions: Sequence[Prediction], statuses: Sequence[str]
 ) -> list[str]:
     to_run = sum(status.startswith("will run") for status in statuses)
-    notes = [f"{to_run} of {len(variants)} trials will run."]
+    notes = [f"{to_run} of {len(variants)} trials will run{' before the search' if study.search else ''}."]
     if any("not prepared" in status for status in statuses):
         notes.append("The corpus is not prepared yet: trials get their ids when the study runs.")
     if warning := merge_warning(variants):
         notes.append(f"warning: {warning}.")
-    largest_gb = max(prediction.memory_gb for prediction in predictions)
+    largest_gb = max((prediction.memory_gb for prediction in predictions), default=0.0)
     if (memory_gb := study.hardware.memory_gb) is not None and largest_gb > memory_gb:
         notes.append(f"warning: {largest_gb:.3g} GB per node exceed hardware.memory_gb ({memory_gb:g}).")
     if (link := study.hardware.link_gbit_per_s) is not None:
-        longest_s = max(prediction.uplink_time_s(link) for prediction in predictions)
+        longest_s = max((prediction.uplink_time_s(link) for prediction in predictions), default=0.0)
         notes.append(f"At {link:g} Gbit/s the longest uplink of one node takes {duration(longest_s)} in total.")
     return notes

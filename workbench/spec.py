@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -13,6 +13,7 @@ from spes_core.errors import ConfigError, Problem
 from spes_core.structure import build, nearest
 from workbench.compose import NAME, Composition, compose_study
 from workbench.metrics import METRICS
+from workbench.searchspace import Search, SearchKeys, read_search
 from workbench.settings import Hardware, Launcher, Metrics, ReportSettings, Resources
 from workbench.sweep import Sweep, SweepKeys, combine, read_axes
 from workbench.trees import Tree, covers, leaves, lookup, merge, without
@@ -31,6 +32,7 @@ class Arm:
     settings: Tree
     """RunConfig settings of this arm: shared ones, then its method's, then its own."""
     sweep: Sweep
+    """What varies in it; under a search, points that stand for the space."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class Study:
     launcher: Launcher
     hardware: Hardware
     composition: Composition
+    search: Search | None = None
     mistakes: tuple[str, ...] = ()
 
     def locate(self, problem: Problem) -> str:
@@ -77,6 +80,8 @@ class Study:
         candidates = ["seeds"] if path == "seed" else []
         if any(covers(axis, path) or covers(path, axis) for axis in axes):
             sections = (f"arms.{arm.name}.sweep", "sweep")
+            if self.search is not None and self.search.arm == arm.name:
+                candidates += [f"search.space.{path}", f"search.space.{path}.low", f"search.space.{path}.high"]
             candidates += [f"{section}.{kind}.{path}" for section in sections for kind in ("grid", "zip")]
         candidates += [f"arms.{arm.name}.{path}", f"run.{path}"]
         found = ((self.composition.written(candidate), candidate) for candidate in candidates)
@@ -98,6 +103,7 @@ class _StudyKeys:
     arms: dict[str, Any]
     run: RunConfig = field(default_factory=RunConfig)
     sweep: SweepKeys = field(default_factory=SweepKeys)
+    search: SearchKeys | None = None
     seeds: tuple[int, ...] = (0,)
     equal: tuple[str, ...] = ("model", "data", "optim", "budget_tokens")
     resources: Resources = field(default_factory=Resources)
@@ -127,6 +133,9 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         if _is_arm(name, arm, problems)
     ]
     problems += [*_broken_rules(keys), *_seeds_elsewhere(tree), *_several_references(arms)]
+    search = _read_search(keys, tree, arms, problems)
+    if search is not None:
+        arms = [replace(arm, sweep=search.representatives()) if arm.name == search.arm else arm for arm in arms]
     lines = [f"{composition.place(problem.path)}: {_with_home(problem)}" for problem in problems]
     return Study(
         name=keys.name,
@@ -140,6 +149,7 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         launcher=keys.launcher,
         hardware=keys.hardware,
         composition=composition,
+        search=search,
         mistakes=(*composition.mistakes, *lines),
     )
 
@@ -195,6 +205,13 @@ def _read_arm(name: str, tree: Tree, shared: Tree, shared_axes: Tree, problems: 
     settings = merge(shared, {key: value for key, value in tree.items() if key not in ("role", "sweep")})
     sweep = combine(shared_axes, own_axes, f"arms.{name}.sweep" if own_axes else "sweep", problems)
     return Arm(name=name, role=keys.role, settings=settings, sweep=sweep)
+
+
+def _read_search(keys: _StudyKeys, tree: Tree, arms: Sequence[Arm], problems: list[Problem]) -> Search | None:
+    if keys.search is None:
+        return None
+    swept = {name: arm["sweep"] for name, arm in (tree.get("arms") or {}).items() if lookup(arm, "sweep")}
+    return read_search(keys.search, {arm.name: arm.role for arm in arms}, keys.seeds, swept, problems)
 
 
 def _plain_durations(tree: Tree) -> Tree:

@@ -85,6 +85,7 @@ class StudyFolder:
             ],
             "metrics": {"primary": {"name": study.metrics.primary.name, "goal": study.metrics.primary.goal}},
             "equal": list(study.equal),
+            **({"search": {"arm": study.search.arm}} if study.search else {}),
             "overrides": [str(override.input_line) for override in study.composition.overrides],
             "composed": study.composition.tree,
             "provenance": provenance,
@@ -99,6 +100,7 @@ class StudyFolder:
 
     def is_older_than(self, report: Path, trials: Sequence[Trial]) -> bool:
         """Whether a report was written after everything that it is made from."""
-        sources = [self.path / "study.json", *(self.trial_dir(trial) / "result.json" for trial in trials)]
+        sources = [self.path / "study.json", self.path / "search" / "search.json"]
+        sources += [*(self.trial_dir(trial) / "result.json" for trial in trials)]
         newest = max((source.stat().st_mtime_ns for source in sources if source.exists()), default=0)
         return report.exists() and report.stat().st_mtime_ns > newest

@@ -19,6 +19,7 @@ from workbench.errors import StudyError
 from workbench.portable import portable_word
 
 if TYPE_CHECKING:
+    from workbench.campaign import Campaign
     from workbench.corpora import PreparedCorpus
     from workbench.spec import Study
     from workbench.trials import Corpus, Variant
@@ -95,13 +96,21 @@ def run_study(options: argparse.Namespace, command: str) -> int:
         show_plan(study, variants, results, find_corpora(study, variants))
         return DONE
     _require_free_port(study)
-    from workbench.campaign import Campaign
-
     corpora = prepare_corpora(study, variants)
-    campaign = Campaign(study, variants, corpora, results, report, command)
+    campaign = _campaign_kind(study)(study, variants, corpora, results, report, command)
     return {"done": DONE, "some failed": SOME_FAILED, "interrupted": INTERRUPTED}[
         campaign.run(retry_failed=options.retry_failed)
     ]
+
+
+def _campaign_kind(study: Study) -> type[Campaign]:
+    if study.search is None:
+        from workbench.campaign import Campaign
+
+        return Campaign
+    from workbench.searching import SearchCampaign
+
+    return SearchCampaign
 
 
 def find_corpora(study: Study, variants: Sequence[Variant]) -> dict[Corpus, PreparedCorpus]:

@@ -60,7 +60,7 @@ def read_axes(tree: Tree, prefix: str, problems: list[Problem]) -> Tree:
     for kind in ("grid", "zip"):
         read = {}
         for path, values in leaves(tree.get(kind, {})):
-            if values is None or (values := _read_values(path, values, f"{prefix}.{kind}", problems)):
+            if values is None or (values := read_values(path, values, f"{prefix}.{kind}", problems)):
                 read[path] = values
         if read:
             axes[kind] = read
@@ -104,7 +104,7 @@ def _idle_exclusions(rules: list[Tree], axes: dict[str, Values], shared: Tree, w
                 yield Problem(f"{where}[{index}]", f"({path}: {value_text(value)}) lies on no axis; values: {shown}")
 
 
-def _read_values(path: str, values: Any, prefix: str, problems: list[Problem]) -> Values:
+def read_values(path: str, values: Any, prefix: str, problems: list[Problem]) -> Values:
     """The typed values of one axis; empty, with the reason in ``problems``, when they cannot be used."""
     wrong = None
     if path == "seed":

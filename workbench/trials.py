@@ -91,15 +91,21 @@ def expand(study: Study) -> list[Variant]:
             mistakes.append(study.locate(Problem(where, "has no point left: sweep.exclude leaves out all of its axes")))
         for axes in points:
             for seed in study.seeds:
-                variant, problems = _resolve(arm, axes, seed)
+                variant, problems = resolve(arm, axes, seed)
                 if variant is not None:
                     variants.append(variant)
                 mistakes += [study.locate_run(arm, axes, problem) for problem in problems]
     if not mistakes:
         mistakes = [*_repeated_arms(study, variants), *differences(study, variants), *_unswept_x(study, variants)]
+        mistakes += _several_references(study, variants)
     if mistakes:
         raise StudyError(mistakes)
     return _distinct(variants)
+
+
+def without_search(study: Study, variants: Sequence[Variant]) -> list[Variant]:
+    """The variants that run whatever is found: all but those that stand for the space of a search."""
+    return [variant for variant in variants if study.search is None or variant.arm.name != study.search.arm]
 
 
 def identify(study: Study, variants: Sequence[Variant], data_digest: Callable[[Corpus], str]) -> list[Trial]:
@@ -151,7 +157,7 @@ def identity(config: RunConfig, data_digest: str) -> str:
     return hashlib.sha256(f"{config_digest(config)} {data_digest}".encode()).hexdigest()[:16]
 
 
-def _resolve(arm: Arm, axes: Mapping[str, Any], seed: int) -> tuple[Variant | None, Sequence[Problem]]:
+def resolve(arm: Arm, axes: Mapping[str, Any], seed: int) -> tuple[Variant | None, Sequence[Problem]]:
     """One run, without the axes that it does not read; or why it cannot run."""
     try:
         config = from_dict(_settings(arm, axes, seed))
@@ -187,6 +193,19 @@ def _unswept_x(study: Study, variants: Sequence[Variant]) -> list[str]:
         return []
     message = f"({x}) is no axis of any arm; axes: {', '.join(axes) or 'none'}; sweep it, or leave report.x out"
     return [study.locate(Problem("report.x", message))]
+
+
+def _several_references(study: Study, variants: Sequence[Variant]) -> list[str]:
+    """A search compares each of its points with the reference, so that must be one point."""
+    arm = next((arm for arm in study.arms if arm.role == "reference"), None)
+    if study.search is None or arm is None:
+        return []
+    points = {digest(replace(variant.config, seed=0)): variant for variant in variants if variant.arm is arm}
+    if len(points) < 2:
+        return []
+    axes = ", ".join(dict.fromkeys(path for variant in points.values() for path in variant.axes))
+    message = f"must be one point where there is a search, and has {len(points)}: take {axes} away with a sweep of null"
+    return [study.locate(Problem(f"arms.{arm.name}", message))]
 
 
 def _repeated_arms(study: Study, variants: Sequence[Variant]) -> list[str]:

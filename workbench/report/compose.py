@@ -15,6 +15,7 @@ from workbench.report import (
     observations,
     origins,
     resources,
+    search,
     sources,
     tables,
     wire,
@@ -30,13 +31,16 @@ FORMATS = ("html", "pdf", "csv", "latex")
 
 def compose(evidence: Evidence, report_dir: Path) -> Document:
     """The report of a study; parts without data are left out, and what is missing is said."""
+    whole, found = evidence, search.read(evidence)
+    if found is not None:
+        evidence = search.without_losers(evidence, found)
     analysis = analyse(evidence)
     numbers = words.key_numbers(analysis)
     against_x, against_bytes = figures.loss_figure(analysis), wire.pareto_figure(analysis)
     leads_with_bytes = evidence.leads_with_bytes and against_bytes is not None
     opening: list[Block | None] = [
         KeyNumbers(numbers=numbers) if numbers else None,
-        *_warnings(evidence),
+        *_warnings(whole),
         against_bytes if leads_with_bytes else against_x,
         _sentence(observations.setup(evidence)),
         Command(text=str(evidence.study.get("command", "")), label="Reproduce with") if _command(evidence) else None,
@@ -50,6 +54,7 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
             tables.summary_table(analysis),
             tables.differences_table(analysis),
         ),
+        search.section(whole, found) if found is not None else None,
         _section(
             "communication",
             "Communication",
@@ -75,13 +80,13 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
         ),
         _section("load", "Expert load", load.load_figure(analysis)),
         _section("comparability", "Comparability", checks.budget_table(evidence), checks.settings_table(evidence)),
-        _section("trials", "Trials", tables.missing_table(evidence), tables.trials_table(evidence, report_dir)),
-        _section("provenance", "Provenance", sources.provenance_table(evidence), sources.sources_table(evidence)),
+        _section("trials", "Trials", tables.missing_table(whole), tables.trials_table(whole, report_dir)),
+        _section("provenance", "Provenance", sources.provenance_table(whole), sources.sources_table(evidence)),
     ]
     return Document(
         name=str(evidence.study.get("name") or evidence.folder.name),
         title=str(evidence.study.get("question") or evidence.study.get("name") or evidence.folder.name),
-        byline=_byline(evidence),
+        byline=_byline(whole),
         verdict=words.verdict(analysis),
         opening=tuple(block for block in opening if block is not None),
         sections=tuple(section for section in sections if section is not None),

@@ -39,6 +39,10 @@ _METRICS = {
     "eval/perplexity": ("validation perplexity", ""),
     "eval/bits_per_byte": ("validation loss", "bits per byte"),
     "train/loss": ("training loss", "nats per token"),
+    "comm/uplink_gb": ("uplink of a node", "GB"),
+    "comm/downlink_gb": ("downlink of a node", "GB"),
+    "mem/trained_state_gb": ("trained state", "GB"),
+    "perf/tokens_per_s": ("speed", "tokens per second"),
 }
 
 
