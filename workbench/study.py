@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_core.errors import DataError, Problem, SpesError
+from workbench import commands
 from workbench.errors import StudyError
 from workbench.portable import portable_word
 
@@ -43,12 +44,17 @@ exit codes:
   130  interrupted
 
 The same command again continues: trials that are done are skipped, failed ones stay failed until --retry-failed.
+
+commands on results (each has --help):
+  python -m workbench.study export STUDY --out FILE.tar.gz    one archive that another person can verify
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in commands.COMMANDS:
+        return commands.main(arguments)
     parser = _parser()
     if not arguments:
         parser.print_help()

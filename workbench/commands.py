@@ -1,0 +1,72 @@
+"""The commands on a study's results: `python -m workbench.study export ...` and its like; each reads, none trains."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from spes_core.errors import SpesError
+from workbench.errors import StudyError
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command, named by the first argument; returns the exit code."""
+    name, *rest = arguments
+    add, run = COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=f"python -m workbench.study {name}", description=run.__doc__)
+    add(parser)
+    try:
+        return run(parser.parse_args(rest))
+    except StudyError as error:
+        for mistake in error.mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        return BAD_INPUT
+    except BrokenPipeError:
+        # Whoever read the output (a pager, head) has seen enough; nothing must be written to it any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (SpesError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _study_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", help="results/<study>, the name of a study, or its YAML file")
+    parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    _study_arguments(parser)
+    parser.add_argument("--reports", type=Path, default=Path("reports"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.tar.gz", help="the archive; must not exist")
+    parser.add_argument("--weights", action="store_true", help="pack the final weights too")
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Write one archive of a study's results that another person can unpack and verify."""
+    from workbench.export import export
+    from workbench.studyfolder import find_study
+
+    study_dir = find_study(options.study, options.results)
+    report_dir = options.reports / study_dir.resolve().name
+    digest = export(study_dir, report_dir if report_dir.is_dir() else None, options.out, weights=options.weights)
+    print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, SHA-256 {digest}")
+    if not report_dir.is_dir():
+        print(f"note: there is no report in {report_dir}, so none is packed")
+    return DONE
+
+
+Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+COMMANDS: dict[str, Command] = {
+    "export": (_export_arguments, _export),
+}
+"""By name: what adds the command's arguments to a parser, and what runs it."""
