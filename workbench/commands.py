@@ -65,8 +65,50 @@ def _export(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _status(options: argparse.Namespace) -> int:
+    """Show how far a study is: the status of every trial, and why those that failed did."""
+    from workbench.reading import show_status
+    from workbench.studyfolder import find_study
+
+    show_status(find_study(options.study, options.results))
+    return DONE
+
+
+def _table_arguments(parser: argparse.ArgumentParser) -> None:
+    _study_arguments(parser)
+    parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME", help="metrics, such as eval/loss")
+    parser.add_argument("--csv", action="store_true", help="comma-separated values, in full precision")
+
+
+def _table(options: argparse.Namespace) -> int:
+    """Show one row for each trial of a study."""
+    from workbench.reading import show_table
+    from workbench.studyfolder import find_study
+
+    show_table(find_study(options.study, options.results), options.metrics, as_csv=options.csv)
+    return DONE
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    _study_arguments(parser)
+    parser.add_argument("--metric", metavar="NAME", help="what is compared (default: the study's primary metric)")
+    parser.add_argument("--against", metavar="ARM", help="the arm to subtract (default: that with role reference)")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """Compare the arms of a study: means over seeds, and differences from the reference, paired by seed."""
+    from workbench.reading import show_comparison
+    from workbench.studyfolder import find_study
+
+    show_comparison(find_study(options.study, options.results), options.metric, options.against)
+    return DONE
+
+
 Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 COMMANDS: dict[str, Command] = {
+    "status": (_study_arguments, _status),
+    "table": (_table_arguments, _table),
+    "compare": (_compare_arguments, _compare),
     "export": (_export_arguments, _export),
 }
 """By name: what adds the command's arguments to a parser, and what runs it."""

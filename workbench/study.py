@@ -45,7 +45,10 @@ exit codes:
 
 The same command again continues: trials that are done are skipped, failed ones stay failed until --retry-failed.
 
-commands on results (each has --help):
+commands on results (each has --help; STUDY is results/<study>, a study's name, or its file):
+  python -m workbench.study status STUDY                      how far it is, and what failed why
+  python -m workbench.study table STUDY                       one row a trial
+  python -m workbench.study compare STUDY                     arms over seeds, paired differences
   python -m workbench.study export STUDY --out FILE.tar.gz    one archive that another person can verify
 """
 
