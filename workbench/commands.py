@@ -104,11 +104,26 @@ def _compare(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command takes none."""
+
+
+def _schema(options: argparse.Namespace) -> int:
+    """Print the JSON Schema of a study file, for editors that complete and check YAML."""
+    import json
+
+    from workbench.schema import study_schema
+
+    print(json.dumps(study_schema(), indent=1, ensure_ascii=False))
+    return DONE
+
+
 Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 COMMANDS: dict[str, Command] = {
     "status": (_study_arguments, _status),
     "table": (_table_arguments, _table),
     "compare": (_compare_arguments, _compare),
     "export": (_export_arguments, _export),
+    "schema": (_no_arguments, _schema),
 }
 """By name: what adds the command's arguments to a parser, and what runs it."""

@@ -22,7 +22,7 @@ from workbench.integrity import MANIFEST, file_sha256
 
 _TRIAL = ("run.json", "trial.json", "outcome.json", "result.json", "events/*.jsonl", "logs/*.log", "provenance/**/*")
 _WEIGHTS = "weights/*.safetensors"
-_STUDY = ("study.json", "provenance/**/*")
+_STUDY = ("study.json", "search/*.json", "provenance/**/*")
 
 
 def export(study_dir: Path, report_dir: Path | None, out: Path, *, weights: bool = False) -> str:
