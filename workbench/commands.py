@@ -104,6 +104,22 @@ def _compare(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _mlflow_arguments(parser: argparse.ArgumentParser) -> None:
+    _study_arguments(parser)
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--store", type=Path, metavar="DIR", help="folder of the store (default: that of the results)")
+    place.add_argument("--tracking-uri", metavar="URI", help="an MLflow server; what it has already is left alone")
+
+
+def _export_mlflow(options: argparse.Namespace) -> int:
+    """Rebuild the MLflow experiment of a study from its results, or fill another store or a server with it."""
+    from workbench.mlflowexport import export_mlflow
+    from workbench.studyfolder import find_study
+
+    export_mlflow(find_study(options.study, options.results), options.store, options.tracking_uri)
+    return DONE
+
+
 def _no_arguments(parser: argparse.ArgumentParser) -> None:
     """The command takes none."""
 
@@ -124,6 +140,7 @@ COMMANDS: dict[str, Command] = {
     "table": (_table_arguments, _table),
     "compare": (_compare_arguments, _compare),
     "export": (_export_arguments, _export),
+    "export-mlflow": (_mlflow_arguments, _export_mlflow),
     "schema": (_no_arguments, _schema),
 }
 """By name: what adds the command's arguments to a parser, and what runs it."""

@@ -50,6 +50,7 @@ commands on results (each has --help; STUDY is results/<study>, a study's name, 
   python -m workbench.study table STUDY                       one row a trial
   python -m workbench.study compare STUDY                     arms over seeds, paired differences
   python -m workbench.study export STUDY --out FILE.tar.gz    one archive that another person can verify
+  python -m workbench.study export-mlflow STUDY               its MLflow experiment, rebuilt from its results
   python -m workbench.study schema                            JSON Schema of a study file, for editors
 """
 
