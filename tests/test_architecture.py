@@ -138,6 +138,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "processlife",
         "runfile",
         "snapshots",
+        "wireformat",
     }
     spawner = ROOT / "workbench/launch/spawner.py"  # imports the engine to fork from it; trains nothing itself
     for file in (ROOT / "workbench").rglob("*.py"):

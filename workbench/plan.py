@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from spes_core.config import RunConfig
 from spes_core.link import round_s
 from spes_core.model.counting import memory, parameter_counts, round_bytes, run_bytes
 from spes_core.schedules import merge_steps, round_steps
 from workbench.trees import covers
-from workbench.trials import Variant
+
+if TYPE_CHECKING:
+    from workbench.trials import Variant
 
 _MERGE_SCHEDULE = ("merge.enabled", "merge.interval_steps", "merge.until_step")
 
@@ -88,3 +92,9 @@ def merge_warning(variants: Sequence[Variant]) -> str | None:
 
 def _others(labels: Sequence[str]) -> str:
     return f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+
+
+if __name__ == "__main__":
+    from workbench.plancommand import main
+
+    sys.exit(main())

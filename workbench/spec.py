@@ -94,18 +94,27 @@ class Study:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _StudyKeys:
+class StudyKeys:
     """The keys of a study file, for strict reading."""
 
     schema: Literal[1]
+    """Version of this format."""
     name: str
+    """Names the folders of results and report."""
     question: str
+    """What the study is to answer, as a sentence; the report's title."""
     arms: dict[str, Any]
+    """What is compared: a method and its own settings for each name."""
     run: RunConfig = field(default_factory=RunConfig)
+    """Settings of every run, unless an arm says otherwise."""
     sweep: SweepKeys = field(default_factory=SweepKeys)
+    """Settings that vary, under every arm that reads them."""
     search: SearchKeys | None = None
+    """One arm\'s settings, looked for instead of listed (see searchspace)."""
     seeds: tuple[int, ...] = (0,)
+    """Replicates: every arm runs at each point once with each seed."""
     equal: tuple[str, ...] = ("model", "data", "optim", "budget_tokens")
+    """Settings, or groups of them, in which arms must not differ."""
     resources: Resources = field(default_factory=Resources)
     metrics: Metrics = field(default_factory=Metrics)
     report: ReportSettings = field(default_factory=ReportSettings)
@@ -114,18 +123,20 @@ class _StudyKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ArmKeys(RunConfig):
+class ArmKeys(RunConfig):
     """The keys of one arm: every RunConfig setting, and two of its own."""
 
     role: Role = "treatment"
+    """What the arm is in the comparison: "reference" is what differences are taken from, in at most one arm."""
     sweep: SweepKeys = field(default_factory=SweepKeys)
+    """Axes of this arm: they replace the study's of the same path; null takes an axis away."""
 
 
 def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     """Compose and read the study at ``path``; see `Study.mistakes`. Raises StudyError when there is nothing to read."""
     composition = compose_study(path, overrides)
     problems: list[Problem] = []
-    keys, tree = _read_all(_StudyKeys, _plain_durations(composition.tree), "", problems)
+    keys, tree = _read_all(StudyKeys, _plain_durations(composition.tree), "", problems)
     shared_axes = read_axes(tree.get("sweep", {}), "sweep", problems)
     arms = [
         _read_arm(name, arm, tree.get("run", {}), shared_axes, problems)
@@ -174,7 +185,7 @@ def _read_all(kind: type[T], tree: Tree, prefix: str, problems: list[Problem]) -
             for problem in error.problems:
                 path = problem.path.removeprefix(prefix).lstrip(".").split("[")[0]
                 tree = without(tree, path)
-            if kind is _StudyKeys:
+            if kind is StudyKeys:
                 tree = merge({"schema": 1, "name": "unnamed", "question": "", "arms": {}}, tree)
     raise AssertionError("a tree without its mistakes is readable")
 
@@ -200,14 +211,14 @@ def _is_arm(name: str, arm: Any, problems: list[Problem]) -> bool:
 
 
 def _read_arm(name: str, tree: Tree, shared: Tree, shared_axes: Tree, problems: list[Problem]) -> Arm:
-    keys, tree = _read_all(_ArmKeys, tree, f"arms.{name}", problems)
+    keys, tree = _read_all(ArmKeys, tree, f"arms.{name}", problems)
     own_axes = read_axes(tree.get("sweep", {}), f"arms.{name}.sweep", problems)
     settings = merge(shared, {key: value for key, value in tree.items() if key not in ("role", "sweep")})
     sweep = combine(shared_axes, own_axes, f"arms.{name}.sweep" if own_axes else "sweep", problems)
     return Arm(name=name, role=keys.role, settings=settings, sweep=sweep)
 
 
-def _read_search(keys: _StudyKeys, tree: Tree, arms: Sequence[Arm], problems: list[Problem]) -> Search | None:
+def _read_search(keys: StudyKeys, tree: Tree, arms: Sequence[Arm], problems: list[Problem]) -> Search | None:
     if keys.search is None:
         return None
     swept = {name: arm["sweep"] for name, arm in (tree.get("arms") or {}).items() if lookup(arm, "sweep")}
@@ -225,7 +236,7 @@ def _plain_durations(tree: Tree) -> Tree:
 _NAME_RULE = "must be made of at most 80 letters, digits, _, - and +: it names a folder"
 
 
-def _broken_rules(keys: _StudyKeys) -> Iterator[Problem]:
+def _broken_rules(keys: StudyKeys) -> Iterator[Problem]:
     """Rules beyond the type of each setting that concern no single run."""
     if not NAME.fullmatch(keys.name) or len(keys.name) > 80:
         yield Problem("name", f"({keys.name}) {_NAME_RULE}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spes_core.errors import DataError, Problem, SpesError
+from workbench import commands
 from workbench.errors import StudyError
 from workbench.portable import portable_word
 
@@ -44,12 +45,22 @@ exit codes:
   130  interrupted
 
 The same command again continues: trials that are done are skipped, failed ones stay failed until --retry-failed.
+
+commands on results (each has --help; STUDY is results/<study>, a study's name, or its file):
+  python -m workbench.study status STUDY                      how far it is, and what failed why
+  python -m workbench.study table STUDY                       one row a trial
+  python -m workbench.study compare STUDY                     arms over seeds, paired differences
+  python -m workbench.study export STUDY --out FILE.tar.gz    one archive that another person can verify
+  python -m workbench.study export-mlflow STUDY               its MLflow experiment, rebuilt from its results
+  python -m workbench.study schema                            JSON Schema of a study file, for editors
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in commands.COMMANDS:
+        return commands.main(arguments)
     parser = _parser()
     if not arguments:
         parser.print_help()

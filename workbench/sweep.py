@@ -47,8 +47,11 @@ class SweepKeys:
     """The keys of a sweep in a study file, for strict reading."""
 
     grid: dict[str, Any] = field(default_factory=dict)
+    """A list of values for each setting; all combinations are run."""
     zip: dict[str, Any] = field(default_factory=dict)
+    """Lists of equal length for settings that vary together."""
     exclude: tuple[dict[str, Any], ...] = ()
+    """Points, or parts of points, that are left out."""
 
 
 def read_axes(tree: Tree, prefix: str, problems: list[Problem]) -> Tree:

@@ -10,7 +10,7 @@ be written again. A run carries the digest of its result.json as its last tag, s
 and replaced, and no trial has two runs.
 
 MLflow stores artifact locations as absolute addresses: in a results folder that was moved, runs keep their numbers,
-but list no artifacts until they are mirrored into a new store.
+but list no artifacts until `python -m workbench.study export-mlflow` has rebuilt the experiment.
 """
 
 from __future__ import annotations
@@ -47,17 +47,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True, help="folder of all studies' results")
     parser.add_argument("--study", required=True, help="name of the study, and of its MLflow experiment")
     parser.add_argument("--tracking-uri", help="an MLflow server; default: a SQLite file in the results folder")
+    parser.add_argument("--store", type=Path, help="folder of the SQLite file, instead of the results folder")
+    parser.add_argument("--rebuild", action="store_true", help="start the study's experiment in the SQLite file anew")
     parser.add_argument("--die-with-parent", action="store_true")
     arguments = parser.parse_args(argv)
     if arguments.die_with_parent:
         die_with_parent()
     replies, sys.stdout = sys.stdout, sys.stderr  # MLflow prints too; stdout belongs to the replies
     results_dir = arguments.results.absolute()
+    store_dir = arguments.store.absolute() if arguments.store is not None else results_dir
     try:
         if arguments.tracking_uri is not None:
             store = Store(arguments.study, arguments.tracking_uri)
         else:
-            store = _local_store(results_dir, arguments.study)
+            store = _local_store(store_dir, arguments.study, rebuild=arguments.rebuild)
     except Exception as error:
         _reply(replies, event="warning", message=f"MLflow cannot be used: {_first_line(error)}")
         return 1
@@ -65,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     for trial_dir in _trials(results_dir / arguments.study / "trials"):
         try:
             result_digest = store.mirror(trial_dir)
-            if arguments.tracking_uri is None:
+            if arguments.tracking_uri is None and store_dir == results_dir:
                 note(trial_dir, result_digest)
             _reply(replies, event="mirrored", trial=trial_dir.name)
         except Exception as error:
@@ -73,26 +76,33 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _local_store(results_dir: Path, study: str) -> Store:
-    """The SQLite store of a results folder, which becomes the working directory.
+def _local_store(folder: Path, study: str, *, rebuild: bool = False) -> Store:
+    """The SQLite store in a folder, which becomes the working directory.
 
     A database address is a URL, and in a relative one the letters of the folder's path cannot be misread.
     """
-    results_dir.mkdir(parents=True, exist_ok=True)
-    os.chdir(results_dir)
-    lock, artifacts = results_dir / f".{DATABASE}.lock", results_dir / ARTIFACTS
-    return Store(study, f"sqlite:///{DATABASE}", artifact_location=artifacts.as_uri(), lock=lock)
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    lock, location = folder / f".{DATABASE}.lock", (folder / ARTIFACTS).as_uri()
+    return Store(study, f"sqlite:///{DATABASE}", artifact_location=location, lock=lock, rebuild=rebuild)
 
 
 class Store:
     """One study's experiment in an MLflow store.
 
     ``lock`` is a file that keeps the mirrors of other studies out while this one writes: SQLite has one writer, and a
-    fresh store breaks when two processes create it.
+    fresh store breaks when two processes create it. With ``rebuild`` the experiment is made anew, and the former one
+    deleted under another name: whoever wrote something into it by hand can have it back.
     """
 
     def __init__(
-        self, study: str, tracking_uri: str, *, artifact_location: str | None = None, lock: Path | None = None
+        self,
+        study: str,
+        tracking_uri: str,
+        *,
+        artifact_location: str | None = None,
+        lock: Path | None = None,
+        rebuild: bool = False,
     ) -> None:
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
         from mlflow.tracking import MlflowClient
@@ -100,6 +110,8 @@ class Store:
         self._lock_path = lock
         with self._alone():
             self._client = MlflowClient(tracking_uri=tracking_uri)
+            if rebuild:
+                _put_aside(self._client, study)
             self._experiment_id = _experiment(self._client, study, artifact_location)
 
     def mirror(self, trial_dir: Path) -> str:
@@ -139,7 +151,7 @@ class Store:
             self._client.log_batch(run_id, metrics=batch)
         for name in MIRRORED_FILES:
             self._client.log_artifact(run_id, str(trial_dir / name))
-        self._client.set_terminated(run_id, status=_STATUS[result["status"]], end_time=finished_ms)
+        self._client.set_terminated(run_id, status=_STATUS.get(result["status"], "FAILED"), end_time=finished_ms)
         self._client.set_tag(run_id, _DIGEST_TAG, result_digest)
 
     @contextmanager
@@ -216,6 +228,18 @@ def _experiment(client: Any, name: str, artifact_location: str | None) -> str:
     if found.lifecycle_stage == "deleted":
         client.restore_experiment(found.experiment_id)
     return str(found.experiment_id)
+
+
+def _put_aside(client: Any, name: str) -> None:
+    """Delete the experiment called ``name``, if there is one, and set its name free."""
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        return
+    if found.lifecycle_stage == "deleted":
+        client.restore_experiment(found.experiment_id)
+    now = datetime.now().astimezone().isoformat(timespec="microseconds")
+    client.rename_experiment(found.experiment_id, f"{name} (replaced {now})")
+    client.delete_experiment(found.experiment_id)
 
 
 def _trials(folder: Path) -> Iterator[Path]:

@@ -1,0 +1,146 @@
+"""The commands on a study's results: `python -m workbench.study export ...` and its like; each reads, none trains."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from spes_core.errors import SpesError
+from workbench.errors import StudyError
+
+DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command, named by the first argument; returns the exit code."""
+    name, *rest = arguments
+    add, run = COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=f"python -m workbench.study {name}", description=run.__doc__)
+    add(parser)
+    try:
+        return run(parser.parse_args(rest))
+    except StudyError as error:
+        for mistake in error.mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        return BAD_INPUT
+    except BrokenPipeError:
+        # Whoever read the output (a pager, head) has seen enough; nothing must be written to it any more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (SpesError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _study_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", help="results/<study>, the name of a study, or its YAML file")
+    parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR", help="default: %(default)s")
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    _study_arguments(parser)
+    parser.add_argument("--reports", type=Path, default=Path("reports"), metavar="DIR", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.tar.gz", help="the archive; must not exist")
+    parser.add_argument("--weights", action="store_true", help="pack the final weights too")
+
+
+def _export(options: argparse.Namespace) -> int:
+    """Write one archive of a study's results that another person can unpack and verify."""
+    from workbench.export import export
+    from workbench.studyfolder import find_study
+
+    study_dir = find_study(options.study, options.results)
+    report_dir = options.reports / study_dir.resolve().name
+    digest = export(study_dir, report_dir if report_dir.is_dir() else None, options.out, weights=options.weights)
+    print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, SHA-256 {digest}")
+    if not report_dir.is_dir():
+        print(f"note: there is no report in {report_dir}, so none is packed")
+    return DONE
+
+
+def _status(options: argparse.Namespace) -> int:
+    """Show how far a study is: the status of every trial, and why those that failed did."""
+    from workbench.reading import show_status
+    from workbench.studyfolder import find_study
+
+    show_status(find_study(options.study, options.results))
+    return DONE
+
+
+def _table_arguments(parser: argparse.ArgumentParser) -> None:
+    _study_arguments(parser)
+    parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME", help="metrics, such as eval/loss")
+    parser.add_argument("--csv", action="store_true", help="comma-separated values, in full precision")
+
+
+def _table(options: argparse.Namespace) -> int:
+    """Show one row for each trial of a study."""
+    from workbench.reading import show_table
+    from workbench.studyfolder import find_study
+
+    show_table(find_study(options.study, options.results), options.metrics, as_csv=options.csv)
+    return DONE
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    _study_arguments(parser)
+    parser.add_argument("--metric", metavar="NAME", help="what is compared (default: the study's primary metric)")
+    parser.add_argument("--against", metavar="ARM", help="the arm to subtract (default: that with role reference)")
+
+
+def _compare(options: argparse.Namespace) -> int:
+    """Compare the arms of a study: means over seeds, and differences from the reference, paired by seed."""
+    from workbench.reading import show_comparison
+    from workbench.studyfolder import find_study
+
+    show_comparison(find_study(options.study, options.results), options.metric, options.against)
+    return DONE
+
+
+def _mlflow_arguments(parser: argparse.ArgumentParser) -> None:
+    _study_arguments(parser)
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--store", type=Path, metavar="DIR", help="folder of the store (default: that of the results)")
+    place.add_argument("--tracking-uri", metavar="URI", help="an MLflow server; what it has already is left alone")
+
+
+def _export_mlflow(options: argparse.Namespace) -> int:
+    """Rebuild the MLflow experiment of a study from its results, or fill another store or a server with it."""
+    from workbench.mlflowexport import export_mlflow
+    from workbench.studyfolder import find_study
+
+    export_mlflow(find_study(options.study, options.results), options.store, options.tracking_uri)
+    return DONE
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command takes none."""
+
+
+def _schema(options: argparse.Namespace) -> int:
+    """Print the JSON Schema of a study file, for editors that complete and check YAML."""
+    import json
+
+    from workbench.schema import study_schema
+
+    print(json.dumps(study_schema(), indent=1, ensure_ascii=False))
+    return DONE
+
+
+Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+COMMANDS: dict[str, Command] = {
+    "status": (_study_arguments, _status),
+    "table": (_table_arguments, _table),
+    "compare": (_compare_arguments, _compare),
+    "export": (_export_arguments, _export),
+    "export-mlflow": (_mlflow_arguments, _export_mlflow),
+    "schema": (_no_arguments, _schema),
+}
+"""By name: what adds the command's arguments to a parser, and what runs it."""
