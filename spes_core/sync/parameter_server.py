@@ -197,11 +197,12 @@ class ParameterServer:
     def end_chunk(self, upload: Upload, next_tensor: int) -> None:
         """A chunk is stored; all that the node trains below ``next_tensor`` is."""
         with self._monitor:
-            upload.contribution.is_writing = False
-            if next_tensor != upload.contribution.next_tensor:
-                upload.contribution.next_tensor = next_tensor
+            part = upload.contribution
+            part.is_writing = False
+            if next_tensor != part.next_tensor or part.attempt != upload.attempt:
+                part.next_tensor = next_tensor
                 self._members.hear(upload.node)
-            self._monitor.wake()
+                self._monitor.wake()
 
     def complete_upload(self, upload: Upload, record: UploadRecord) -> None:
         """Note that an upload is whole."""

@@ -20,7 +20,7 @@ def keep_freed_memory() -> bool:
 
 def return_freed_memory() -> bool:
     """The opposite, for a server, whose many threads free what others took: nothing is kept for each of them."""
-    return _set({_ARENA_MAX: 2, _MMAP_THRESHOLD: 512 << 10, _TRIM_THRESHOLD: 8 << 20})
+    return _set({_ARENA_MAX: 2, _MMAP_THRESHOLD: 8 << 20, _TRIM_THRESHOLD: 16 << 20})
 
 
 def _set(values: dict[int, int]) -> bool:
