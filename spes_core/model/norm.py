@@ -20,7 +20,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """
     compiling = torch.compiler.is_compiling()
     if x.is_cuda and not compiling:
-        return functional_rms_norm(x, weight_D.shape, weight_D.to(x.dtype), eps)  # one kernel there
+        # One kernel there; in float32, since weights near one lose too much in bfloat16.
+        return functional_rms_norm(x.float(), weight_D.shape, weight_D.float(), eps).to(x.dtype)
     if compiling or x.dtype not in (torch.float32, torch.float64):
         # The compiler makes one pass of the plain formula, forward and backward.
         wide = x.float()

@@ -17,7 +17,7 @@ FILES = sorted(STUDIES.glob("*.yaml"))
 
 
 def test_studies_ship() -> None:
-    assert {"quickstart", "sync_interval", "wire_codecs", "faulty_node", "h_sweet_spot"} <= {
+    assert {"quickstart", "sync_interval", "wire_codecs", "faulty_node", "h_sweet_spot", "links"} <= {
         path.stem for path in FILES
     }
 
