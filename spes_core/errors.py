@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class SpesError(Exception):
@@ -83,3 +84,11 @@ class Unencodable(SpesError, ValueError):
 
 class RoundFailed(SpesError):
     """A round could not be completed."""
+
+
+def file_failure(folder: Path, error: OSError) -> str:
+    """What to say when a process could not read or write a file of the run in ``folder``."""
+    return (
+        f"a file of the run in {folder} cannot be read or written: {error}; mend that (free space, permissions) and"
+        " start this process again: it goes on from what is stored"
+    )

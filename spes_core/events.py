@@ -18,13 +18,19 @@ What a node tells of its rounds, each with the ``step`` after which it holds::
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
+
+from spes_core.errors import ConfigError, Problem
+
+_LOCK_WAIT_S = 5.0
+"""How long a process that is just ending may still hold its file."""
 
 
 class Events(Protocol):
@@ -54,18 +60,21 @@ class NoEvents:
 
 
 class EventWriter:
-    """Appends events to one file; creates its folder. Not shared between processes.
+    """Appends events to one file; creates its folder. One process at a time: the file is locked until that one ends.
 
-    A process that resumes gives ``keep_bytes``, what the file had at its checkpoint: later events tell of work that is
-    going to be done again, and are cut off.
+    The lock also guards what else that process writes in the run's folder. A process that resumes gives ``keep_bytes``,
+    what the file had at its checkpoint: later events tell of work that is going to be done again, and are cut off.
     """
 
     def __init__(self, path: Path, keep_bytes: int | None = None) -> None:
+        """Raises ConfigError when another process writes this file."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        _lock(self._file, path)
         if keep_bytes is not None:
             cut_events(path, keep_bytes)
         _drop_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file.seek(0, os.SEEK_END)
 
     @property
     def size_bytes(self) -> int:
@@ -103,6 +112,23 @@ def cut_events(path: Path, keep_bytes: int) -> None:
 def as_float(value: Any) -> float:
     """The number behind an event field, also where it was written as "nan" or "inf"."""
     return float(value)
+
+
+def _lock(file: TextIO, path: Path) -> None:
+    deadline_s = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < deadline_s:
+                time.sleep(0.05)
+                continue
+            file.close()
+            message = f"{path} is being written by another process; is the same one running already? End it first"
+            raise ConfigError([Problem("", message)]) from error
+        except OSError:
+            pass  # A file system without locks.
+        return
 
 
 def _drop_torn_line(path: Path) -> None:

@@ -20,7 +20,7 @@ from spes_core import snapshots
 from spes_core.checkpoint import save_final
 from spes_core.config import RunConfig
 from spes_core.data.batches import TokenSource
-from spes_core.errors import ConfigError, Problem, SpesError
+from spes_core.errors import ConfigError, Problem, SpesError, file_failure
 from spes_core.events import Events, EventWriter, NoEvents
 from spes_core.initial import fill, initial_weights
 from spes_core.model import counting
@@ -60,6 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except SpesError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {file_failure(arguments.run.parent, error)}", file=sys.stderr)
         return 1
     return 0
 

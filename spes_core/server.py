@@ -29,7 +29,7 @@ from spes_core import snapshots
 from spes_core.address import ADDRESS_FILE
 from spes_core.checkpoint import save_final
 from spes_core.config import RunConfig
-from spes_core.errors import ConfigError, DataError, Problem, RoundFailed
+from spes_core.errors import ConfigError, DataError, Problem, RoundFailed, file_failure
 from spes_core.events import EventWriter
 from spes_core.initial import initial_weights
 from spes_core.model.counting import tensor_shapes
@@ -80,16 +80,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RoundFailed, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"error: {file_failure(options.run.parent, error)}", file=sys.stderr)
+        return 1
     return 0
 
 
 def serve(run: RunFile, folder: Path) -> None:
     """Serve the run to its end. Raises ConfigError when the address cannot be used, RoundFailed when a round fails."""
+    listening = Listening(run, folder)
+    # Takes the lock of the server's files: before it nothing of them is touched.
+    events = EventWriter(folder / "events" / "server.jsonl")
     # A former server's address must not lead this run's nodes astray.
     (folder / ADDRESS_FILE).unlink(missing_ok=True)
-    listening = Listening(run, folder)
     standing, first_value = _take_up(run.config, folder)
-    events = EventWriter(folder / "events" / "server.jsonl")
     events.write("start", pid=os.getpid())
     if standing.step:
         events.write("resume", step=standing.step, round=standing.round)

@@ -67,7 +67,7 @@ def load(folder: Path, name: str | None) -> Credentials:
             raise _wrong(f'("{folder}") has no certificate with its key; give the folder that `credentials` has made')
         name = found[0]
     try:
-        return Credentials(
+        shown = Credentials(
             token=(folder / TOKEN_FILE).read_text(encoding="ascii").strip(),
             ca=(folder / "ca.pem").read_bytes(),
             certificate=(folder / f"{name}.pem").read_bytes(),
@@ -76,6 +76,39 @@ def load(folder: Path, name: str | None) -> Credentials:
     except (OSError, ValueError) as error:
         needed = f"{TOKEN_FILE}, ca.pem, {name}.pem and {name}.key"
         raise _wrong(f'("{folder}") must hold {needed} of one `credentials` command: {error}') from error
+    if not shown.token:
+        raise _wrong(f'("{folder}") has an empty {TOKEN_FILE}; copy it from where `credentials` has made it')
+    _check_certificate(folder, name, shown)
+    return shown
+
+
+def _check_certificate(folder: Path, name: str, found: Credentials) -> None:
+    """Raises ConfigError for what would only fail later, in words about ports and handshakes."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    assert found.ca is not None and found.certificate is not None and found.key is not None
+    certificate_file, now = f"{name}.pem", datetime.datetime.now(datetime.UTC)
+    try:
+        authority = x509.load_pem_x509_certificate(found.ca)
+        certificate = x509.load_pem_x509_certificate(found.certificate)
+        key = load_pem_private_key(found.key, None)
+    except (ValueError, TypeError) as error:
+        message = f"has a ca.pem, {certificate_file} or {name}.key that is no certificate or key: {error}"
+        raise _wrong(f'("{folder}") {message}') from error
+    if key.public_key() != certificate.public_key():
+        raise _wrong(f'("{folder}") has a {name}.key that does not belong to {certificate_file}')
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise _wrong(f'("{folder}") has a {certificate_file} that is not of the authority in ca.pem') from error
+    first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if not first <= now <= last:
+        raise _wrong(
+            f'("{folder}") has a {certificate_file} that is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, and by this'
+            f" machine's clock it is {now:%Y-%m-%d}; make new ones with `credentials`"
+        )
 
 
 def of_server(credentials: str | None, folder: Path) -> Credentials:

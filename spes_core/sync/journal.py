@@ -10,7 +10,7 @@
 
 The global weights are a pure function of a checkpoint and of the uploads after it, so a server that was killed forms
 them again, bit for bit, and a node that was killed can still fetch the results of rounds that it repeats. JSON files
-are replaced atomically; one that cannot be read, or belongs to another run, counts as absent.
+are replaced atomically and carry a checksum; one that is damaged, or belongs to another run, counts as absent.
 """
 
 from __future__ import annotations
@@ -228,7 +228,8 @@ class Journal:
             folder = self.path(round)
             folder.mkdir(parents=True, exist_ok=True)
             partial = folder / f"{name}.json.partial"
-            partial.write_text(json.dumps({"run": self._identity, **values}) + "\n", encoding="utf-8")
+            known = {"run": self._identity, **values}
+            partial.write_text(json.dumps({**known, "check": _check(known)}) + "\n", encoding="utf-8")
             partial.replace(folder / f"{name}.json")
         except OSError as error:
             raise self.failed(error) from error
@@ -236,7 +237,7 @@ class Journal:
     def _read(self, round: int, name: str, kind: type[Record]) -> Record | None:
         try:
             values = json.loads((self.path(round) / f"{name}.json").read_text(encoding="utf-8"))
-            if values.pop("run") != self._identity:
+            if values.pop("check") != _check(values) or values.pop("run") != self._identity:
                 return None
             fields: dict[str, Any] = {
                 key: tuple(item) if isinstance(item, list) else item for key, item in values.items()
@@ -246,6 +247,11 @@ class Journal:
             return kind(**fields)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
+
+
+def _check(values: dict[str, Any]) -> str:
+    """XXH3-64 (hex) of a record."""
+    return xxhash.xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def upload_file(node: int) -> str:

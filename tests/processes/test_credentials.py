@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -186,6 +187,33 @@ def test_a_missing_file_is_named(made: Path, tmp_path: Path, missing: str) -> No
             (tmp_path / path.name).write_bytes(path.read_bytes())
     with pytest.raises(ConfigError, match=rf"must hold .* of one `credentials` command: .*{missing}"):
         credentials.load(tmp_path, "node-0")
+
+
+@pytest.mark.parametrize(
+    ("name", "content_of", "text"),
+    [
+        ("server.key", "node-0.key", "has a server.key that does not belong to server.pem"),
+        ("server.key", "join.token", "that is no certificate or key"),
+        ("ca.pem", "../theirs/ca.pem", "has a server.pem that is not of the authority in ca.pem"),
+        ("join.token", None, "has an empty join.token"),
+    ],
+)
+def test_files_that_do_not_belong_together_are_named(
+    made: Path, tmp_path: Path, name: str, content_of: str | None, text: str
+) -> None:
+    shutil.copytree(made / "ours", tmp_path / "ours")
+    (tmp_path / "ours" / name).write_bytes((made / "ours" / content_of).read_bytes() if content_of else b"")
+    with pytest.raises(ConfigError, match=text):
+        credentials.load(tmp_path / "ours", "server")
+
+
+def test_an_expired_certificate_is_named_with_its_days(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(credentials, "_VALID_DAYS", -0.5)
+    credentials.make(tmp_path / "old", 1, HOSTS)
+    with pytest.raises(ConfigError, match=r"has a server\.pem that is valid from .* to .*, and by this"):
+        credentials.load(tmp_path / "old", "server")
 
 
 def test_on_loopback_the_server_leaves_a_token_that_only_its_user_can_read_and_keeps_it(tmp_path: Path) -> None:

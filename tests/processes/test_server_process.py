@@ -115,6 +115,24 @@ def test_a_port_in_use_ends_with_2_and_one_clear_line(tmp_path: Path) -> None:
     assert not (tmp_path / "events").exists() and not (tmp_path / "server.address").exists()
 
 
+def test_a_second_server_of_the_same_run_ends_with_2_and_leaves_the_first_its_files(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    with server(path):
+        address = read_address("127.0.0.1:0", tmp_path)
+        with server(path) as second:
+            assert second.wait(30) == 2
+            assert "server.jsonl is being written by another process" in last_line(second)
+        assert read_address("127.0.0.1:0", tmp_path) == address
+
+
+def test_a_folder_that_cannot_be_written_ends_with_1_and_one_clear_line(tmp_path: Path) -> None:
+    path = prepare(tmp_path)
+    (tmp_path / "events").write_text("in the way of the folder")
+    with server(path) as process:
+        assert process.wait(30) == 1
+        assert last_line(process).startswith(f"error: a file of the run in {tmp_path} cannot be read or written: ")
+
+
 @pytest.mark.parametrize(
     ("address", "config", "line"),
     [

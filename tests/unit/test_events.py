@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
+from spes_core.errors import ConfigError
 from spes_core.events import EventWriter, as_float, read_events
 
 
@@ -41,3 +44,19 @@ def test_a_torn_last_line_is_not_read_and_the_next_writer_cuts_it_off(tmp_path: 
 
 def test_a_missing_file_has_no_events(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "none.jsonl")) == []
+
+
+def test_two_processes_cannot_write_one_file_and_the_second_one_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spes_core.events._LOCK_WAIT_S", 0.1)
+    path = tmp_path / "e.jsonl"
+    first = EventWriter(path)
+    first.write("start")
+    with pytest.raises(ConfigError, match=r"e\.jsonl is being written by another process"):
+        EventWriter(path, keep_bytes=0)
+    first.write("end")
+    first.close()
+    assert [event["kind"] for event in read_events(path)] == ["start", "end"]
+    EventWriter(path, keep_bytes=0).close()
+    assert list(read_events(path)) == []

@@ -321,5 +321,6 @@ def test_a_restarted_node_repeats_steps_and_the_newest_record_counts(trial_dir: 
             "round", round=0, step=1, tokens=100, merged=False, uplink_payload_bytes=100, uplink_framing_bytes=0,
             downlink_payload_bytes=1, downlink_framing_bytes=0,
         )  # fmt: skip
+        writer.close()
     (point,) = build_result(trial_dir)["curves"]["train"]
     assert (point["loss_nats"], point["uplink_bytes"]) == (4.0, 100)

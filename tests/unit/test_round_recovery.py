@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from spes_core.config import OuterConfig, RunConfig, WireConfig
 from spes_core.errors import RoundFailed
 from spes_core.partition import sparse
+from spes_core.sync.journal import Journal, UploadRecord
 from spes_core.sync.ledger import Standing
 from spes_core.sync.parameter_server import ParameterServer
 from tests.round_node import CONFIG, SCHEMA, Node, nodes_of, one_round, whole_run
@@ -148,3 +150,17 @@ def test_the_partition_of_absent_nodes_covers_all_experts() -> None:
         assert all(not moved.experts_by_node[node] for node in absent)
         sizes = [len(experts) for node, experts in enumerate(moved.experts_by_node) if node not in absent]
         assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("change", [{"tokens": 91}, {"tokens": "many"}, {"tensors": 7}])
+def test_a_record_that_was_changed_on_the_disk_counts_as_absent(tmp_path: Path, change: dict[str, object]) -> None:
+    journal = Journal(tmp_path, "run")
+    upload = journal.open_upload(0, 1)
+    upload.append(memoryview(b"bytes"))
+    record = UploadRecord(tokens=90, tensors=(0, 2), payload_bytes=5, framing_bytes=0, digest=upload.digest)
+    upload.close()
+    journal.finish_upload(0, 1, record)
+    assert journal.upload(0, 1) == record
+    path = tmp_path / "0" / "node-1.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert journal.upload(0, 1) is None
