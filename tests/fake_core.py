@@ -62,7 +62,7 @@ class FakeCore:
         self.is_released = True
         """Whether downloads go beyond their manifest."""
 
-    def join(self, hello: Hello) -> Welcome:
+    def join(self, hello: Hello, is_cancelled: Callable[[], bool]) -> Welcome:
         if hello.schema != self.schema:
             raise self.refuse(hello.node, "this node belongs to another run: the schema differs")
         if not 0 <= hello.node < self.nodes:

@@ -75,7 +75,7 @@ class DownloadInProgress(Protocol):
 class ServerCore(Protocol):
     """What the servicer needs of `spes_core.sync.parameter_server.ParameterServer`: that module imports torch."""
 
-    def join(self, hello: Hello) -> Welcome: ...
+    def join(self, hello: Hello, is_cancelled: Callable[[], bool]) -> Welcome: ...
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply: ...
     def begin_upload(self, manifest: UploadManifest) -> UploadInProgress: ...
     def open_download(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> DownloadInProgress: ...
@@ -127,7 +127,8 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             what = "another run's join token" if hello.token else "no join token"
             where = "the right one is in join.token, beside run.json of the server or among the run's credentials"
             raise _Unproven(self._door.refusal(f"it shows {what}; {where} ({who})"))
-        welcome = self._core.join(hello)
+        context.add_callback(self._core.wake)
+        welcome = self._core.join(hello, lambda: not context.is_active())
         self._door.end_streams(hello.node)
         self._sessions[hello.node] = welcome.session
         return to_bytes(welcome)

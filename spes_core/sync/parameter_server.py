@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_core.config import RunConfig, digest
-from spes_core.errors import StaleRound
+from spes_core.errors import ProtocolError, StaleRound
 from spes_core.partition import changes, downloads
 from spes_core.sync.closing import Closing
 from spes_core.sync.codec import Values, make_codec
@@ -98,10 +98,11 @@ class ParameterServer:
 
     # Requests of nodes
 
-    def join(self, hello: Hello) -> Welcome:
+    def join(self, hello: Hello, is_cancelled: Callable[[], bool] = lambda: False) -> Welcome:
         """Admit a node, or raise Refused with all that differs. Joining again replaces the node's former process.
 
-        Raises StaleRound when it asks for a round whose result is no longer kept, or that went on without it.
+        Raises StaleRound when it asks for a round whose result is no longer kept, or that went on without it, and
+        ProtocolError when the caller went away: a call that it has given up must not replace the one that follows.
         """
         with self._monitor:
             self._monitor.check_running()
@@ -110,7 +111,10 @@ class ParameterServer:
             if found := differences(hello, make_hello(self._config, self.schema, hello.node)):
                 raise self.refuse(hello.node, "this node belongs to another run: " + "; ".join(found))
             # A server that was started again first forms the rounds again that its nodes have gone beyond.
-            self._monitor.wait(lambda: self._ledger.rounds_closed >= min(hello.round, self._ledger.known_rounds))
+            formed = min(hello.round, self._ledger.known_rounds)
+            self._monitor.wait(lambda: self._ledger.rounds_closed >= formed, is_cancelled)
+            if is_cancelled():
+                raise ProtocolError("the node went away")
             first = self._first_round_of(hello)
             session = self._members.admit(hello.node, first)
             self._closing.progress_at_s = time.monotonic()

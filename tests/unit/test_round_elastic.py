@@ -21,8 +21,6 @@ from tests.small_rounds import (
     small_config,
 )
 
-CODECS = ("float32", "bfloat16", "int8", "int4")
-
 
 def elastic(**changes: Any) -> RunConfig:
     policy = {"quorum": 0.5, "timeout_s": 60, "lost_after_s": 60, "reassign_after": 1, **changes}
