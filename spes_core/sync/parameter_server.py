@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from spes_core.config import RunConfig, digest
-from spes_core.errors import ProtocolError, StaleRound
+from spes_core.errors import ProtocolError, RoundFailed, StaleRound
 from spes_core.partition import changes, downloads
 from spes_core.sync.closing import Closing
 from spes_core.sync.codec import Values, make_codec
@@ -162,7 +163,8 @@ class ParameterServer:
             # An earlier, broken attempt lets go of the file first.
             self._monitor.wait(lambda: not part.is_writing, lambda: part.attempt != attempt)
             part.tokens = manifest.tokens
-            return Upload(self, now, manifest, attempt, self.journal.open_upload(now.index, node))
+            with self.storing():
+                return Upload(self, now, manifest, attempt, self.journal.open_upload(now.index, node))
 
     def open_download(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> Download:
         """What a node lacks of a round, or a snapshot. Waits until it is known who takes part.
@@ -198,6 +200,33 @@ class ParameterServer:
             self._check_upload(upload)
             upload.contribution.is_writing = True
 
+    def begin_restart(self, upload: Upload) -> None:
+        """What an upload has stored is about to be dropped. Raises Refused when it may have entered the new weights."""
+        with self._monitor:
+            self._monitor.check_running()
+            self._check_upload(upload)
+            now, part = upload.round, upload.contribution
+            if part.is_complete or now.groups_begun:
+                raise self.refuse(
+                    upload.node,
+                    f"it repeats its upload of round {now.index} with other values than before, and the first ones have"
+                    " been used; it must join anew, from a snapshot",
+                )
+            part.is_writing, part.next_tensor = True, 0
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """Around what is stored: where that fails everyone learns why at once, not only the node that sent it."""
+        try:
+            yield
+        except RoundFailed as error:
+            self.fail(str(error))
+            raise
+        except OSError as error:
+            reason = self.journal.failed(error)
+            self.fail(str(reason))
+            raise reason from error
+
     def end_chunk(self, upload: Upload, next_tensor: int) -> None:
         """A chunk is stored; all that the node trains below ``next_tensor`` is."""
         with self._monitor:
@@ -213,7 +242,8 @@ class ParameterServer:
         with self._monitor:
             self._monitor.check_running()
             self._check_upload(upload)
-            self.journal.finish_upload(upload.round.index, upload.node, record)
+            with self.storing():
+                self.journal.finish_upload(upload.round.index, upload.node, record)
             part = upload.contribution
             part.payload_bytes, part.framing_bytes, part.digest = (
                 record.payload_bytes,

@@ -45,15 +45,14 @@ class Upload:
 
         Raises Refused when they have already entered the new weights.
         """
-        if self._file is None or self.round.groups_done:
-            raise self._server.refuse(
-                self.node,
-                f"it repeats its upload of round {self.round.index} with other values than before, and the first ones"
-                " have been used; it must join anew, from a snapshot",
-            )
-        self._file.cut(0)
-        self._transfer = self._server.transfer(self._manifest.tensors)
-        self.contribution.next_tensor = 0
+        self._server.begin_restart(self)
+        assert self._file is not None
+        try:
+            with self._server.storing():
+                self._file.cut(0)
+            self._transfer = self._server.transfer(self._manifest.tensors)
+        finally:
+            self._server.end_chunk(self, 0)
 
     def add(self, tensor: int, offset: int, payload: memoryview) -> None:
         """Take the next chunk: ``payload`` lies ``offset`` bytes into the encoded ``tensor``.
@@ -71,12 +70,9 @@ class Upload:
         assert self._file is not None
         self._server.begin_chunk(self)
         try:
-            self._file.append(payload)
+            with self._server.storing():
+                self._file.append(payload)
             next_tensor = self._transfer.next_tensor
-        except OSError as error:
-            reason = self._server.journal.failed(error)
-            self._server.fail(str(reason))
-            raise reason from error
         finally:
             part.store_s += time.perf_counter() - began_s
             self._server.end_chunk(self, next_tensor)

@@ -129,6 +129,17 @@ def test_a_folder_that_takes_nothing_ends_the_run_with_one_clear_error(tmp_path:
     folder.write_text("a file where a folder should be")
     with pytest.raises(RoundFailed, match=r"cannot store uploads under .*rounds: .*start all processes again"):
         node.upload()
+    assert server.status()["failure"].startswith("the server cannot store uploads under")
+
+
+def test_a_record_that_cannot_be_stored_ends_the_run_for_everyone_at_once(tmp_path: Path) -> None:
+    server = make_server(CONFIG, folder=tmp_path)
+    node = Node(server, 0)
+    (tmp_path / "0" / "node-0.json.partial").mkdir(parents=True)
+    with pytest.raises(RoundFailed, match="cannot store uploads"):
+        node.upload()
+    with pytest.raises(RoundFailed, match="cannot store uploads"):
+        server.heartbeat(Heartbeat(node=0, session=node.welcome.session, step=2))
 
 
 def test_a_join_that_its_caller_has_given_up_does_not_replace_the_next_one(tmp_path: Path) -> None:
