@@ -172,11 +172,11 @@ class ParameterServer:
         Raises Refused, RoundFailed, or StaleRound when the round went on without the node.
         """
         node = request.node
+        if request.is_snapshot:
+            return self._open_snapshot(request, is_cancelled)
         with self._monitor:
             self._monitor.check_running()
             self._check_session(node, request.session)
-            if request.is_snapshot:
-                return self._open_snapshot(request, is_cancelled)
             now = self._round_of(node, request.round)
             if node not in now.contributions:
                 raise self.refuse(node, f"it asks for round {request.round} before it has begun its own upload")
@@ -340,28 +340,37 @@ class ParameterServer:
 
     def _open_snapshot(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> Download:
         """All global weights with which the open round begins, in a file that stays as it is."""
-        index = self._ledger.rounds_closed
-        if request.round == index:
-            self._monitor.wait(lambda: self._ledger.rounds_closed != index or self._is_undecided, is_cancelled)
-        if request.round != self._ledger.rounds_closed:
-            raise self._stale(request.node, request.round)
-        steps = self._ledger.steps
-        now = self._ledger.open or Round(index, steps[-1], 0.0, self._members.base)
-        if not (self.journal.path(index) / _SNAPSHOT_FILE).exists():
-            self._closing.readers += 1
-            try:
+        with self._monitor:
+            self._monitor.check_running()
+            self._check_session(request.node, request.session)
+            index, closing = self._ledger.rounds_closed, self._closing
+
+            def may_read() -> bool:
+                # One thread writes the file; others then find it there.
+                return self._ledger.rounds_closed != index or (self._is_undecided and not closing.readers)
+
+            if request.round == index:
+                self._monitor.wait(may_read, is_cancelled)
+            if request.round != self._ledger.rounds_closed:
+                raise self._stale(request.node, request.round)
+            steps = self._ledger.steps
+            now = self._ledger.open or Round(index, steps[-1], 0.0, self._members.base)
+            manifest = DownloadManifest(
+                round=index,
+                step=steps[index - 1] if index else 0,
+                codec=self.exact_wire.name,
+                tensors=tuple(range(len(self.schema))),
+                merged=False,
+                experts=self._experts(request.node, index),
+            )
+            closing.readers += 1
+        try:
+            if not (self.journal.path(index) / _SNAPSHOT_FILE).exists():
                 self._write_snapshot(index)
-            finally:
-                self._closing.readers -= 1
+        finally:
+            with self._monitor:
+                closing.readers -= 1
                 self._monitor.wake()
-        manifest = DownloadManifest(
-            round=index,
-            step=steps[index - 1] if index else 0,
-            codec=self.exact_wire.name,
-            tensors=tuple(range(len(self.schema))),
-            merged=False,
-            experts=self._experts(request.node, index),
-        )
         segments = [
             Segment(_SNAPSHOT_FILE, 4 * start, 4 * spec.num_elements)
             for start, spec in zip(self.state.starts, self.schema, strict=False)
@@ -376,14 +385,12 @@ class ParameterServer:
 
     def _write_snapshot(self, index: int) -> None:
         folder = self.journal.path(index)
-        try:
+        with self.storing():
             folder.mkdir(parents=True, exist_ok=True)
             partial = folder / f"{_SNAPSHOT_FILE}.partial"
             with open(partial, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 file.write(self.state.values.data.cast("B"))
             partial.replace(folder / _SNAPSHOT_FILE)
-        except OSError as error:
-            raise self.journal.failed(error) from error
 
     # Rules
 
