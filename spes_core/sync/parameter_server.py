@@ -260,6 +260,11 @@ class ParameterServer:
             self._monitor.wait(lambda: len(now.segments) > tensor, is_cancelled)
             return now.segments[tensor]
 
+    def forgotten(self, download: Download) -> StaleRound:
+        """What to raise when the files of a download are gone: the node was too slow for the rounds that are kept."""
+        with self._monitor:
+            return self._stale(download.node, download.round.index)
+
     def summarise(self, download: Download) -> RoundSummary:
         """How the round of a download went; waits for its close."""
         now, node = download.round, download.node

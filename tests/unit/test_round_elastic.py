@@ -13,7 +13,7 @@ import pytest
 
 from spes_core.config import AggregateConfig, RoundConfig, RunConfig
 from spes_core.errors import StaleRound
-from spes_core.sync.messages import ANY_ROUND, Heartbeat, make_hello
+from spes_core.sync.messages import ANY_ROUND, DownloadRequest, Heartbeat, make_hello
 from spes_core.sync.parameter_server import ParameterServer
 from tests.round_node import CONFIG, SCHEMA, Node, nodes_of
 from tests.small_rounds import (
@@ -98,6 +98,27 @@ def test_a_snapshot_is_written_once_for_all_while_others_are_answered(monkeypatc
             thread.join(10)
         assert [summary.digest for _, [summary] in threads] == [server.state.digest()] * 2
     assert written == [0]
+
+
+def test_a_download_of_a_round_whose_files_are_gone_sends_the_node_to_the_open_round() -> None:
+    config = replace(elastic(), merge=replace(CONFIG.merge, enabled=False))
+    server = make_server(config)
+    with running(server):
+        nodes = nodes_of(server, config)
+        for node in nodes:
+            node.upload()
+        request = DownloadRequest(node=3, session=nodes[3].welcome.session, round=0)
+        chunks = server.open_download(request, lambda: False).chunks(256)
+        next(chunks)
+        lose(server, 3)
+        for round in range(4):
+            for node in nodes[:3]:
+                if round:
+                    node.upload(round)
+            for node in nodes[:3]:
+                node.download(round)
+        with pytest.raises(StaleRound, match="round 0 is over without node 3; the run is at round 4"):
+            list(chunks)
 
 
 def test_a_late_upload_enters_no_round_and_the_node_goes_on_from_a_snapshot() -> None:
