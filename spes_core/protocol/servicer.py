@@ -32,7 +32,7 @@ SERVICE = "spes.Sync"
 
 
 class UploadInProgress(Protocol):
-    """One node's upload while it comes in; used by one thread, apart from `cancel`."""
+    """One node's upload while it comes in; used by one thread."""
 
     @property
     def ready(self) -> UploadReady:
@@ -46,9 +46,6 @@ class UploadInProgress(Protocol):
 
     def finish(self, framing_bytes: int) -> Receipt:
         """All has been sent. Also called, at once, for an upload that was complete before: the same receipt again."""
-
-    def cancel(self) -> None:
-        """The stream has ended, well or not: release a thread that waits. Harmless after `finish`."""
 
     def close(self) -> None:
         """Nothing more comes from the thread that receives; what is stored stays."""
@@ -150,10 +147,9 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         with self._door.only(node, "upload", context):
             upload = self._core.begin_upload(manifest)
             try:
-                if context.add_callback(upload.cancel):
-                    yield frames.pack(Kind.READY, to_bytes(upload.ready))
-                    receipt = self._take_in(requests, upload, node, HEADER_BYTES + len(first.payload))
-                    yield frames.pack(Kind.RECEIPT, to_bytes(receipt))
+                yield frames.pack(Kind.READY, to_bytes(upload.ready))
+                receipt = self._take_in(requests, upload, node, HEADER_BYTES + len(first.payload))
+                yield frames.pack(Kind.RECEIPT, to_bytes(receipt))
             finally:
                 upload.close()
 

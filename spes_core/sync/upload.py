@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Upload:
-    """Used by the one thread that receives the upload, apart from `cancel`.
+    """Used by the one thread that receives the upload.
 
     Goes on where an earlier attempt of the same node stopped, at a chunk's border; ``ready`` says where.
     """
@@ -28,7 +28,6 @@ class Upload:
         self._server, self.round, self.node, self._manifest = server, now, manifest.node, manifest
         self.contribution, self.attempt = now.contributions[manifest.node], attempt
         self._file = file
-        self._is_cancelled = False
         self._transfer = server.transfer(manifest.tensors)
         if file is None:
             part = self.contribution
@@ -95,15 +94,6 @@ class Upload:
             self._server.complete_upload(self, record)
             self._file.close()
         return Receipt(payload_bytes=part.payload_bytes, store_s=part.store_s)
-
-    def cancel(self) -> None:
-        """The node went away. May be called by another thread."""
-        self._is_cancelled = True
-        self._server.wake()
-
-    def is_cancelled(self) -> bool:
-        """Whether the node went away."""
-        return self._is_cancelled
 
     def close(self) -> None:
         """Let go of the file; what is stored stays."""
