@@ -62,7 +62,7 @@ class FakeCore:
         self.is_released = True
         """Whether downloads go beyond their manifest."""
 
-    def join(self, hello: Hello) -> Welcome:
+    def join(self, hello: Hello, is_cancelled: Callable[[], bool]) -> Welcome:
         if hello.schema != self.schema:
             raise self.refuse(hello.node, "this node belongs to another run: the schema differs")
         if not 0 <= hello.node < self.nodes:
@@ -124,7 +124,6 @@ class FakeUpload:
         self.core, self.key = core, (manifest.round, manifest.node)
         self.manifest = manifest
         self.data = core.stored.uploads.setdefault(self.key, bytearray())
-        self.is_cancelled = False
         self._begin()
 
     def _begin(self) -> None:
@@ -164,9 +163,6 @@ class FakeUpload:
         self.core.framing.append(framing_bytes)
         self.core.stored.complete.add(self.key)
         return Receipt(payload_bytes=len(self.data), store_s=0.0)
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
 
     def close(self) -> None:
         self.core.closed += 1

@@ -54,6 +54,7 @@ class Line:
         self._credentials, self._allow_plaintext = credentials, allow_plaintext
         self._lock = threading.Lock()
         self._channel: Any = None
+        self._is_closed = False
         self.address = address if isinstance(address, str) else "an address not yet known"
 
     def connected(self) -> Line:
@@ -63,24 +64,39 @@ class Line:
         except Unreachable as error:
             raise NoServerError(str(error)) from error
         with self._lock:
+            if self._is_closed:
+                raise NoServerError("the connection was closed")
             if self._channel is None or address != self.address:
                 if self._channel is not None:
                     self._channel.close()
                 self._channel, self.address = open_channel(address, self._credentials, self._allow_plaintext), address
                 # No serialisers: every message is bytes as it is.
-                self.join = self._channel.unary_unary(f"/{SERVICE}/Join", None, None)
-                self.heartbeat = self._channel.unary_unary(f"/{SERVICE}/Heartbeat", None, None)
-                self.status = self._channel.unary_unary(f"/{SERVICE}/Status", None, None)
-                self.upload = self._channel.stream_stream(f"/{SERVICE}/Upload", None, None)
-                self.download = self._channel.stream_stream(f"/{SERVICE}/Download", None, None)
+                self.join = _call(self._channel.unary_unary(f"/{SERVICE}/Join", None, None))
+                self.heartbeat = _call(self._channel.unary_unary(f"/{SERVICE}/Heartbeat", None, None))
+                self.status = _call(self._channel.unary_unary(f"/{SERVICE}/Status", None, None))
+                self.upload = _call(self._channel.stream_stream(f"/{SERVICE}/Upload", None, None))
+                self.download = _call(self._channel.stream_stream(f"/{SERVICE}/Download", None, None))
         return self
 
     def close(self) -> None:
-        """Close the channel; requests in progress are cancelled."""
+        """Close the channel for good; requests in progress are cancelled."""
         with self._lock:
+            self._is_closed = True
             if self._channel is not None:
                 self._channel.close()
                 self._channel = None
+
+
+def _call(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose channel another thread may close: because the server listens elsewhere now, or the node ends."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return method(*arguments, **options)
+        except ValueError as error:
+            raise NoServerError(f"the connection was closed ({error})") from error
+
+    return call
 
 
 def open_channel(address: str, credentials: Credentials, allow_plaintext: bool = False) -> grpc.Channel:

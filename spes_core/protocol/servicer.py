@@ -32,7 +32,7 @@ SERVICE = "spes.Sync"
 
 
 class UploadInProgress(Protocol):
-    """One node's upload while it comes in; used by one thread, apart from `cancel`."""
+    """One node's upload while it comes in; used by one thread."""
 
     @property
     def ready(self) -> UploadReady:
@@ -46,9 +46,6 @@ class UploadInProgress(Protocol):
 
     def finish(self, framing_bytes: int) -> Receipt:
         """All has been sent. Also called, at once, for an upload that was complete before: the same receipt again."""
-
-    def cancel(self) -> None:
-        """The stream has ended, well or not: release a thread that waits. Harmless after `finish`."""
 
     def close(self) -> None:
         """Nothing more comes from the thread that receives; what is stored stays."""
@@ -75,7 +72,7 @@ class DownloadInProgress(Protocol):
 class ServerCore(Protocol):
     """What the servicer needs of `spes_core.sync.parameter_server.ParameterServer`: that module imports torch."""
 
-    def join(self, hello: Hello) -> Welcome: ...
+    def join(self, hello: Hello, is_cancelled: Callable[[], bool]) -> Welcome: ...
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply: ...
     def begin_upload(self, manifest: UploadManifest) -> UploadInProgress: ...
     def open_download(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> DownloadInProgress: ...
@@ -127,7 +124,8 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
             what = "another run's join token" if hello.token else "no join token"
             where = "the right one is in join.token, beside run.json of the server or among the run's credentials"
             raise _Unproven(self._door.refusal(f"it shows {what}; {where} ({who})"))
-        welcome = self._core.join(hello)
+        context.add_callback(self._core.wake)
+        welcome = self._core.join(hello, lambda: not context.is_active())
         self._door.end_streams(hello.node)
         self._sessions[hello.node] = welcome.session
         return to_bytes(welcome)
@@ -149,10 +147,9 @@ class SyncServicer(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         with self._door.only(node, "upload", context):
             upload = self._core.begin_upload(manifest)
             try:
-                if context.add_callback(upload.cancel):
-                    yield frames.pack(Kind.READY, to_bytes(upload.ready))
-                    receipt = self._take_in(requests, upload, node, HEADER_BYTES + len(first.payload))
-                    yield frames.pack(Kind.RECEIPT, to_bytes(receipt))
+                yield frames.pack(Kind.READY, to_bytes(upload.ready))
+                receipt = self._take_in(requests, upload, node, HEADER_BYTES + len(first.payload))
+                yield frames.pack(Kind.RECEIPT, to_bytes(receipt))
             finally:
                 upload.close()
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import xxhash
 
 from spes_core.config import RunConfig
-from spes_core.partition import Partition, changes
+from spes_core.partition import Partition
 from spes_core.sync.aggregate import BLOCK_ELEMENTS, add_to_mean, make_scratch, outer_step
 from spes_core.sync.codec import Codec, Values, decode_change, encode_change
 from spes_core.sync.global_state import GlobalState, Group
@@ -265,8 +265,3 @@ def lengths(
     finally:
         sent.close()
     return found
-
-
-def changed_tensors(schema: Schema, partition: Partition, present: Sequence[int], *, merged: bool) -> list[bool]:
-    """By tensor: whether a round in which the nodes ``present`` take part gives it a new value."""
-    return [changes(partition, present, spec.name, experts_changed=merged) for spec in schema]

@@ -96,7 +96,7 @@ class Closing:
                 self._wait_stored(now, group)
                 forming.form(group)
                 with self._monitor:
-                    now.segments, now.groups_done = forming.segments, now.groups_done + 1
+                    now.segments = forming.segments
                     self._monitor.wake()
         finally:
             forming.close()
@@ -164,6 +164,7 @@ class Closing:
         nodes, last = now.decision.nodes, group.tensors[-1]
         with self._monitor:
             self._wait_open(now, lambda: all(now.has_passed(node, last) for node in nodes))
+            now.groups_begun += 1
 
     # Who takes part
 

@@ -36,7 +36,10 @@ class Download:
         return self._snapshot is not None
 
     def chunks(self, chunk_bytes: int) -> Iterator[tuple[int, int, memoryview]]:
-        """(tensor, offset, payload) of each chunk, as soon as it is ready; a payload is valid until the next one."""
+        """(tensor, offset, payload) of each chunk, as soon as it is ready; a payload is valid until the next one.
+
+        Raises StaleRound when the run has gone on so far meanwhile that the round's files are gone.
+        """
         wire = self._server.exact_wire if self.is_snapshot else self._server.wire
         reader = RoundReader(self._server.journal.path(self.round.index))
         buffer = memoryview(bytearray(max(chunk_bytes, wire.block_bytes)))
@@ -49,6 +52,8 @@ class Download:
                     self.payload_bytes += length
                     yield tensor, offset, payload
                 self._server.heard_of(self.node)
+        except FileNotFoundError as error:
+            raise self._server.forgotten(self) from error
         finally:
             reader.close()
 

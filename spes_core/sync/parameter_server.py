@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from spes_core.config import RunConfig, digest
-from spes_core.errors import StaleRound
+from spes_core.errors import ProtocolError, RoundFailed, StaleRound
 from spes_core.partition import changes, downloads
 from spes_core.sync.closing import Closing
 from spes_core.sync.codec import Values, make_codec
@@ -98,10 +99,11 @@ class ParameterServer:
 
     # Requests of nodes
 
-    def join(self, hello: Hello) -> Welcome:
+    def join(self, hello: Hello, is_cancelled: Callable[[], bool] = lambda: False) -> Welcome:
         """Admit a node, or raise Refused with all that differs. Joining again replaces the node's former process.
 
-        Raises StaleRound when it asks for a round whose result is no longer kept, or that went on without it.
+        Raises StaleRound when it asks for a round whose result is no longer kept, or that went on without it, and
+        ProtocolError when the caller went away: a call that it has given up must not replace the one that follows.
         """
         with self._monitor:
             self._monitor.check_running()
@@ -110,7 +112,10 @@ class ParameterServer:
             if found := differences(hello, make_hello(self._config, self.schema, hello.node)):
                 raise self.refuse(hello.node, "this node belongs to another run: " + "; ".join(found))
             # A server that was started again first forms the rounds again that its nodes have gone beyond.
-            self._monitor.wait(lambda: self._ledger.rounds_closed >= min(hello.round, self._ledger.known_rounds))
+            formed = min(hello.round, self._ledger.known_rounds)
+            self._monitor.wait(lambda: self._ledger.rounds_closed >= formed, is_cancelled)
+            if is_cancelled():
+                raise ProtocolError("the node went away")
             first = self._first_round_of(hello)
             session = self._members.admit(hello.node, first)
             self._closing.progress_at_s = time.monotonic()
@@ -158,7 +163,8 @@ class ParameterServer:
             # An earlier, broken attempt lets go of the file first.
             self._monitor.wait(lambda: not part.is_writing, lambda: part.attempt != attempt)
             part.tokens = manifest.tokens
-            return Upload(self, now, manifest, attempt, self.journal.open_upload(now.index, node))
+            with self.storing():
+                return Upload(self, now, manifest, attempt, self.journal.open_upload(now.index, node))
 
     def open_download(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> Download:
         """What a node lacks of a round, or a snapshot. Waits until it is known who takes part.
@@ -166,11 +172,11 @@ class ParameterServer:
         Raises Refused, RoundFailed, or StaleRound when the round went on without the node.
         """
         node = request.node
+        if request.is_snapshot:
+            return self._open_snapshot(request, is_cancelled)
         with self._monitor:
             self._monitor.check_running()
             self._check_session(node, request.session)
-            if request.is_snapshot:
-                return self._open_snapshot(request, is_cancelled)
             now = self._round_of(node, request.round)
             if node not in now.contributions:
                 raise self.refuse(node, f"it asks for round {request.round} before it has begun its own upload")
@@ -194,6 +200,33 @@ class ParameterServer:
             self._check_upload(upload)
             upload.contribution.is_writing = True
 
+    def begin_restart(self, upload: Upload) -> None:
+        """What an upload has stored is about to be dropped. Raises Refused when it may have entered the new weights."""
+        with self._monitor:
+            self._monitor.check_running()
+            self._check_upload(upload)
+            now, part = upload.round, upload.contribution
+            if part.is_complete or now.groups_begun:
+                raise self.refuse(
+                    upload.node,
+                    f"it repeats its upload of round {now.index} with other values than before, and the first ones have"
+                    " been used; it must join anew, from a snapshot",
+                )
+            part.is_writing, part.next_tensor = True, 0
+
+    @contextmanager
+    def storing(self) -> Iterator[None]:
+        """Around what is stored: where that fails everyone learns why at once, not only the node that sent it."""
+        try:
+            yield
+        except RoundFailed as error:
+            self.fail(str(error))
+            raise
+        except OSError as error:
+            reason = self.journal.failed(error)
+            self.fail(str(reason))
+            raise reason from error
+
     def end_chunk(self, upload: Upload, next_tensor: int) -> None:
         """A chunk is stored; all that the node trains below ``next_tensor`` is."""
         with self._monitor:
@@ -209,7 +242,8 @@ class ParameterServer:
         with self._monitor:
             self._monitor.check_running()
             self._check_upload(upload)
-            self.journal.finish_upload(upload.round.index, upload.node, record)
+            with self.storing():
+                self.journal.finish_upload(upload.round.index, upload.node, record)
             part = upload.contribution
             part.payload_bytes, part.framing_bytes, part.digest = (
                 record.payload_bytes,
@@ -225,6 +259,11 @@ class ParameterServer:
         with self._monitor:
             self._monitor.wait(lambda: len(now.segments) > tensor, is_cancelled)
             return now.segments[tensor]
+
+    def forgotten(self, download: Download) -> StaleRound:
+        """What to raise when the files of a download are gone: the node was too slow for the rounds that are kept."""
+        with self._monitor:
+            return self._stale(download.node, download.round.index)
 
     def summarise(self, download: Download) -> RoundSummary:
         """How the round of a download went; waits for its close."""
@@ -306,28 +345,37 @@ class ParameterServer:
 
     def _open_snapshot(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> Download:
         """All global weights with which the open round begins, in a file that stays as it is."""
-        index = self._ledger.rounds_closed
-        if request.round == index:
-            self._monitor.wait(lambda: self._ledger.rounds_closed != index or self._is_undecided, is_cancelled)
-        if request.round != self._ledger.rounds_closed:
-            raise self._stale(request.node, request.round)
-        steps = self._ledger.steps
-        now = self._ledger.open or Round(index, steps[-1], 0.0, self._members.base)
-        if not (self.journal.path(index) / _SNAPSHOT_FILE).exists():
-            self._closing.readers += 1
-            try:
+        with self._monitor:
+            self._monitor.check_running()
+            self._check_session(request.node, request.session)
+            index, closing = self._ledger.rounds_closed, self._closing
+
+            def may_read() -> bool:
+                # One thread writes the file; others then find it there.
+                return self._ledger.rounds_closed != index or (self._is_undecided and not closing.readers)
+
+            if request.round == index:
+                self._monitor.wait(may_read, is_cancelled)
+            if request.round != self._ledger.rounds_closed:
+                raise self._stale(request.node, request.round)
+            steps = self._ledger.steps
+            now = self._ledger.open or Round(index, steps[-1], 0.0, self._members.base)
+            manifest = DownloadManifest(
+                round=index,
+                step=steps[index - 1] if index else 0,
+                codec=self.exact_wire.name,
+                tensors=tuple(range(len(self.schema))),
+                merged=False,
+                experts=self._experts(request.node, index),
+            )
+            closing.readers += 1
+        try:
+            if not (self.journal.path(index) / _SNAPSHOT_FILE).exists():
                 self._write_snapshot(index)
-            finally:
-                self._closing.readers -= 1
+        finally:
+            with self._monitor:
+                closing.readers -= 1
                 self._monitor.wake()
-        manifest = DownloadManifest(
-            round=index,
-            step=steps[index - 1] if index else 0,
-            codec=self.exact_wire.name,
-            tensors=tuple(range(len(self.schema))),
-            merged=False,
-            experts=self._experts(request.node, index),
-        )
         segments = [
             Segment(_SNAPSHOT_FILE, 4 * start, 4 * spec.num_elements)
             for start, spec in zip(self.state.starts, self.schema, strict=False)
@@ -342,14 +390,12 @@ class ParameterServer:
 
     def _write_snapshot(self, index: int) -> None:
         folder = self.journal.path(index)
-        try:
+        with self.storing():
             folder.mkdir(parents=True, exist_ok=True)
             partial = folder / f"{_SNAPSHOT_FILE}.partial"
             with open(partial, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 file.write(self.state.values.data.cast("B"))
             partial.replace(folder / _SNAPSHOT_FILE)
-        except OSError as error:
-            raise self.journal.failed(error) from error
 
     # Rules
 

@@ -57,8 +57,8 @@ class Round:
     """Monotonic time of the first upload."""
     decision: Decision | None = None
     """Who takes part, once that is known."""
-    groups_done: int = 0
-    """Groups of tensors whose new values are ready."""
+    groups_begun: int = 0
+    """Groups of tensors whose uploads are being read, or have been."""
     segments: list[Segment | None] = field(default_factory=list)
     """By tensor, as far as groups are done: where its encoded change lies."""
     closed_at_s: float | None = None

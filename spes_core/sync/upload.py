@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Upload:
-    """Used by the one thread that receives the upload, apart from `cancel`.
+    """Used by the one thread that receives the upload.
 
     Goes on where an earlier attempt of the same node stopped, at a chunk's border; ``ready`` says where.
     """
@@ -28,7 +28,6 @@ class Upload:
         self._server, self.round, self.node, self._manifest = server, now, manifest.node, manifest
         self.contribution, self.attempt = now.contributions[manifest.node], attempt
         self._file = file
-        self._is_cancelled = False
         self._transfer = server.transfer(manifest.tensors)
         if file is None:
             part = self.contribution
@@ -45,15 +44,14 @@ class Upload:
 
         Raises Refused when they have already entered the new weights.
         """
-        if self._file is None or self.round.groups_done:
-            raise self._server.refuse(
-                self.node,
-                f"it repeats its upload of round {self.round.index} with other values than before, and the first ones"
-                " have been used; it must join anew, from a snapshot",
-            )
-        self._file.cut(0)
-        self._transfer = self._server.transfer(self._manifest.tensors)
-        self.contribution.next_tensor = 0
+        self._server.begin_restart(self)
+        assert self._file is not None
+        try:
+            with self._server.storing():
+                self._file.cut(0)
+            self._transfer = self._server.transfer(self._manifest.tensors)
+        finally:
+            self._server.end_chunk(self, 0)
 
     def add(self, tensor: int, offset: int, payload: memoryview) -> None:
         """Take the next chunk: ``payload`` lies ``offset`` bytes into the encoded ``tensor``.
@@ -71,12 +69,9 @@ class Upload:
         assert self._file is not None
         self._server.begin_chunk(self)
         try:
-            self._file.append(payload)
+            with self._server.storing():
+                self._file.append(payload)
             next_tensor = self._transfer.next_tensor
-        except OSError as error:
-            reason = self._server.journal.failed(error)
-            self._server.fail(str(reason))
-            raise reason from error
         finally:
             part.store_s += time.perf_counter() - began_s
             self._server.end_chunk(self, next_tensor)
@@ -99,15 +94,6 @@ class Upload:
             self._server.complete_upload(self, record)
             self._file.close()
         return Receipt(payload_bytes=part.payload_bytes, store_s=part.store_s)
-
-    def cancel(self) -> None:
-        """The node went away. May be called by another thread."""
-        self._is_cancelled = True
-        self._server.wake()
-
-    def is_cancelled(self) -> bool:
-        """Whether the node went away."""
-        return self._is_cancelled
 
     def close(self) -> None:
         """Let go of the file; what is stored stays."""

@@ -50,9 +50,13 @@ class Gate:
             self._condition.notify_all()
 
     def wait_begun(self) -> None:
-        """Wait until the upload asks for its first tensor, or is over: only then is there a result to ask for."""
+        """Wait until the upload asks for its first tensor, or is over: only then is there a result to ask for.
+
+        Raises Unreachable when it has failed.
+        """
         with self._condition:
             self._condition.wait_for(lambda: self._is_open or self._is_closed or self._encoding >= 0)
+            self._check_open()
 
     def open(self) -> None:
         """The upload is over: everything may be adopted."""
@@ -70,9 +74,12 @@ class Gate:
         """Wait until a tensor may be changed. Raises Unreachable when the upload has failed."""
         with self._condition:
             self._condition.wait_for(lambda: self._is_open or self._is_closed or index < self._encoding)
-            if self._is_closed:
-                raise Unreachable("the upload beside this download has failed")
+            self._check_open()
             self._adopted = index
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Unreachable("the upload beside this download has failed")
 
 
 class Adoption:

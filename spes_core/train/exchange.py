@@ -32,6 +32,8 @@ from spes_core.train.weights import DividedWeights, LocalWeights, Weights, follo
 
 _GRACE_S = 1.0
 """How long an upload may take to say itself why it fails, once the download beside it has failed."""
+_ABORT_S = 0.1
+"""How often a failed upload ends the download beside it, until that has ended."""
 _SNAPSHOT_ATTEMPTS = 5
 """Rounds may close while a snapshot is asked for; so often it is asked for again."""
 
@@ -238,6 +240,7 @@ class Exchange:
             report = upload()
             return report, time.perf_counter(), download()
         outcome: list[tuple[UploadReport | BaseException, float]] = []
+        is_over = threading.Event()
 
         def run() -> None:
             try:
@@ -246,13 +249,17 @@ class Exchange:
                 outcome.append((error, time.perf_counter()))
                 gate.close()
                 self._client.abort()
+                # The download may only be about to begin, and would wait for what never comes.
+                while not is_over.wait(_ABORT_S):
+                    self._client.abort()
 
         thread = threading.Thread(target=run, name="upload", daemon=True)
         thread.start()
-        gate.wait_begun()
         try:
+            gate.wait_begun()
             down = download()
         except BaseException as error:
+            is_over.set()
             thread.join(_GRACE_S)
             has_ended = bool(outcome)
             gate.close()
@@ -261,6 +268,7 @@ class Exchange:
             if has_ended and isinstance(outcome[0][0], BaseException):
                 raise outcome[0][0] from error
             raise
+        is_over.set()
         thread.join()
         up, ended_s = outcome[0]
         if isinstance(up, BaseException):

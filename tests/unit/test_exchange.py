@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,6 +25,7 @@ from spes_core.train.global_copy import GlobalCopy
 from spes_core.train.weights import LocalWeights
 from tests.small_rounds import (
     PlainDecoder,
+    Recorder,
     in_thread,
     make_exchange,
     make_server,
@@ -256,6 +258,38 @@ def test_a_failed_upload_ends_the_download_beside_it_and_is_what_is_raised() -> 
     server = make_server(CONFIG)
     with pytest.raises(Unreachable, match="the cable was pulled"):
         round_with(server, Failing(server))
+
+
+class BeginsLate(Failing):
+    """Its download begins only after the failed upload has tried to end it."""
+
+    def __init__(self, server: ParameterServer) -> None:
+        super().__init__(server)
+        self.aborted = threading.Event()
+
+    def abort(self) -> None:
+        super().abort()
+        self.aborted.set()
+
+    def download(self, *, round: int, sink: Sink) -> DownloadReport:
+        assert self.aborted.wait(10)
+        return super().download(round=round, sink=sink)
+
+
+def test_a_failed_upload_also_ends_a_download_that_is_yet_to_begin() -> None:
+    server = make_server(CONFIG)
+    with pytest.raises(Unreachable, match="the cable was pulled"):
+        round_with(server, BeginsLate(server))
+
+
+def test_no_result_is_asked_for_after_an_upload_that_was_refused() -> None:
+    recorder = Recorder()
+    server = make_server(CONFIG, recorder)
+    exchange, _ = make_exchange(LocalClient(server), CONFIG, 0)
+    exchange.join()
+    with pytest.raises(Refused, match="a weight of 0 tokens is not possible"):
+        exchange.run_round(0, 2, 0)
+    assert ["0 tokens" in event["reason"] for event in recorder.of("refusal")] == [True]
 
 
 def test_nothing_is_adopted_that_is_yet_to_be_sent() -> None:

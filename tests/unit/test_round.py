@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from spes_core.config import OuterConfig, RoundConfig, WireConfig
 from spes_core.errors import Refused, RoundFailed
+from spes_core.sync.aggregation import Aggregation
+from spes_core.sync.global_state import Group
 from spes_core.sync.messages import DownloadRequest, make_hello
 from tests.round_node import CONFIG, SCHEMA, Node, nodes_of, one_round, whole_run
 from tests.small_rounds import (
@@ -214,6 +217,29 @@ def test_the_former_attempt_cannot_add_any_more() -> None:
     server.begin_upload(node.manifest())
     with pytest.raises(Refused, match="it has begun its upload of round 0 again"):
         first.add(0, 0, memoryview(node.sent[0]))
+    with pytest.raises(Refused, match="it has begun its upload of round 0 again"):
+        first.restart()
+
+
+def test_an_upload_cannot_begin_again_while_its_first_values_are_being_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, is_reading, goes_on = make_server(CONFIG), threading.Event(), threading.Event()
+
+    def form(forming: Aggregation, group: Group) -> None:
+        is_reading.set()
+        assert goes_on.wait(10)
+        original(forming, group)
+
+    original = Aggregation.form
+    monkeypatch.setattr(Aggregation, "form", form)
+    with running(server):
+        nodes = nodes_of(server)
+        for node in nodes:
+            node.train(0)
+            node.send(server.begin_upload(node.manifest()), 3)
+        assert is_reading.wait(10)
+        with pytest.raises(Refused, match="the first ones have been used"):
+            server.begin_upload(nodes[0].manifest()).restart()
+        goes_on.set()
 
 
 def test_a_finished_upload_and_a_fetched_result_may_be_asked_for_again() -> None:

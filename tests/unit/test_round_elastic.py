@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,17 +13,16 @@ import pytest
 
 from spes_core.config import AggregateConfig, RoundConfig, RunConfig
 from spes_core.errors import StaleRound
-from spes_core.sync.messages import ANY_ROUND, Heartbeat, make_hello
+from spes_core.sync.messages import ANY_ROUND, DownloadRequest, Heartbeat, make_hello
 from spes_core.sync.parameter_server import ParameterServer
 from tests.round_node import CONFIG, SCHEMA, Node, nodes_of
 from tests.small_rounds import (
     Recorder,
+    in_thread,
     make_server,
     running,
     small_config,
 )
-
-CODECS = ("float32", "bfloat16", "int8", "int4")
 
 
 def elastic(**changes: Any) -> RunConfig:
@@ -69,6 +70,55 @@ def test_experts_of_an_absent_node_are_untouched_bits() -> None:
         for node in nodes[:3]:
             node.download()
         assert {i: server.state.tensor(i).tobytes() for i in kept} == kept
+
+
+def test_a_snapshot_is_written_once_for_all_while_others_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, written = elastic(), []
+    server, is_writing, goes_on = make_server(config), threading.Event(), threading.Event()
+    write = server._write_snapshot
+
+    def slowly(index: int) -> None:
+        written.append(index)
+        is_writing.set()
+        assert goes_on.wait(10)
+        write(index)
+
+    monkeypatch.setattr(server, "_write_snapshot", slowly)
+    with running(server):
+        nodes = nodes_of(server, config)
+        threads = [in_thread(partial(node.download, 0, is_snapshot=True)) for node in nodes[:2]]
+        assert is_writing.wait(10)
+        # Neither the sign of life nor an upload waits for the file.
+        _, beat = in_thread(lambda: server.heartbeat(Heartbeat(node=2, session=nodes[2].welcome.session, step=1)))
+        thread, _ = in_thread(nodes[3].upload)
+        thread.join(10)
+        assert not thread.is_alive() and beat
+        goes_on.set()
+        for thread, _ in threads:
+            thread.join(10)
+        assert [summary.digest for _, [summary] in threads] == [server.state.digest()] * 2
+    assert written == [0]
+
+
+def test_a_download_of_a_round_whose_files_are_gone_sends_the_node_to_the_open_round() -> None:
+    config = replace(elastic(), merge=replace(CONFIG.merge, enabled=False))
+    server = make_server(config)
+    with running(server):
+        nodes = nodes_of(server, config)
+        for node in nodes:
+            node.upload()
+        request = DownloadRequest(node=3, session=nodes[3].welcome.session, round=0)
+        chunks = server.open_download(request, lambda: False).chunks(256)
+        next(chunks)
+        lose(server, 3)
+        for round in range(4):
+            for node in nodes[:3]:
+                if round:
+                    node.upload(round)
+            for node in nodes[:3]:
+                node.download(round)
+        with pytest.raises(StaleRound, match="round 0 is over without node 3; the run is at round 4"):
+            list(chunks)
 
 
 def test_a_late_upload_enters_no_round_and_the_node_goes_on_from_a_snapshot() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +13,20 @@ import numpy as np
 import pytest
 
 from spes_core.config import OuterConfig, RunConfig, WireConfig
-from spes_core.errors import RoundFailed
+from spes_core.errors import ProtocolError, RoundFailed
 from spes_core.partition import sparse
 from spes_core.sync.journal import Journal, UploadRecord
 from spes_core.sync.ledger import Standing
+from spes_core.sync.messages import Heartbeat, make_hello
 from spes_core.sync.parameter_server import ParameterServer
 from tests.round_node import CONFIG, SCHEMA, Node, nodes_of, one_round, whole_run
 from tests.small_rounds import (
+    Recorder,
+    in_thread,
     make_server,
     running,
     small_config,
 )
-
-CODECS = ("float32", "bfloat16", "int8", "int4")
 
 
 def crashed(folder: Path, config: RunConfig, stop_at: Callable[[ParameterServer, list[Node]], object]) -> None:
@@ -129,6 +131,33 @@ def test_a_folder_that_takes_nothing_ends_the_run_with_one_clear_error(tmp_path:
     folder.write_text("a file where a folder should be")
     with pytest.raises(RoundFailed, match=r"cannot store uploads under .*rounds: .*start all processes again"):
         node.upload()
+    assert server.status()["failure"].startswith("the server cannot store uploads under")
+
+
+def test_a_record_that_cannot_be_stored_ends_the_run_for_everyone_at_once(tmp_path: Path) -> None:
+    server = make_server(CONFIG, folder=tmp_path)
+    node = Node(server, 0)
+    (tmp_path / "0" / "node-0.json.partial").mkdir(parents=True)
+    with pytest.raises(RoundFailed, match="cannot store uploads"):
+        node.upload()
+    with pytest.raises(RoundFailed, match="cannot store uploads"):
+        server.heartbeat(Heartbeat(node=0, session=node.welcome.session, step=2))
+
+
+def test_a_join_that_its_caller_has_given_up_does_not_replace_the_next_one(tmp_path: Path) -> None:
+    crashed(tmp_path, CONFIG, lambda server, nodes: one_round(nodes, 0))
+    recorder, is_given_up = Recorder(), threading.Event()
+    server = make_server(CONFIG, recorder, folder=tmp_path)
+    hello = make_hello(CONFIG, SCHEMA, 0, 1)
+    # Round 0 is yet to be formed again, so both wait.
+    former, former_outcome = in_thread(lambda: server.join(hello, is_given_up.is_set))
+    is_given_up.set()
+    with running(server):
+        welcome = server.join(hello)
+        former.join(10)
+        assert isinstance(former_outcome[0], ProtocolError)
+        server.heartbeat(Heartbeat(node=0, session=welcome.session, step=2))
+    assert [event["node"] for event in recorder.of("join")] == [0]
 
 
 def test_status_tells_who_is_present_and_who_is_late() -> None:

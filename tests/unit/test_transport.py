@@ -377,6 +377,16 @@ def test_heartbeats_arrive_and_join_a_server_that_was_started_again(core: FakeCo
     assert second.beats[-1].step == 19 and len(second.hellos) == 1
 
 
+def test_a_sign_of_life_of_a_closed_client_is_no_error_and_opens_nothing(core: FakeCore) -> None:
+    with serving(core) as address, joined(address) as client:
+        of_a_channel_that_is_closed = client._line.connected().heartbeat
+        client.close()
+        assert client.heartbeat(5) is None
+        with pytest.raises(channel.NoServerError):
+            of_a_channel_that_is_closed(b"")
+    assert core.beats == []
+
+
 def test_a_process_that_another_replaced_is_told_so_and_does_not_fight(core: FakeCore) -> None:
     with serving(core) as address, joined(address) as first, joined(address) as second:
         with pytest.raises(Refused, match="another process has joined as node 0 since; end one of the two"):
