@@ -37,3 +37,9 @@ def _living(path: Path) -> str | None:
     except PermissionError:
         return address  # it runs, as another user
     return address
+
+
+def is_host_and_port(address: str) -> bool:
+    """Whether an address is host:port with a port that exists (0: any free one)."""
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and int(port) <= 65535

@@ -26,7 +26,7 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from spes_core import snapshots
-from spes_core.address import ADDRESS_FILE
+from spes_core.address import ADDRESS_FILE, is_host_and_port
 from spes_core.checkpoint import save_final
 from spes_core.config import RunConfig
 from spes_core.errors import ConfigError, DataError, Problem, RoundFailed, file_failure
@@ -121,8 +121,7 @@ def check_servable(run: RunFile) -> None:
     exchange, address = run.config.sync.exchange, run.server_address
     if exchange != "rounds":
         raise _wrong("sync.exchange", f'("{exchange}") must be "rounds" for a server to have work')
-    _, separator, port = address.rpartition(":")
-    if not separator or not port.isdecimal() or int(port) > 65535:
+    if not is_host_and_port(address):
         raise _wrong("server_address", f'("{address}") must be host:port, for instance 127.0.0.1:0')
     if run.credentials is None:
         channel.require_private("server_address", address, run.allow_plaintext)

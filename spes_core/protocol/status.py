@@ -11,7 +11,8 @@ from typing import Any
 
 import grpc
 
-from spes_core.errors import ConfigError, SpesError
+from spes_core.address import is_host_and_port
+from spes_core.errors import ConfigError, Problem, SpesError
 from spes_core.protocol.channel import Line
 from spes_core.protocol.credentials import OPEN, load
 from spes_core.protocol.retrying import translated
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def ask(address: str, folder: Path | None = None, allow_plaintext: bool = False) -> dict[str, Any]:
     """The status of the server at ``address``. Raises ConfigError, Unreachable or ProtocolError."""
+    if not is_host_and_port(address):
+        raise ConfigError([Problem("ADDR", f'("{address}") must be host:port, as in server.address beside run.json')])
     line = Line(address, OPEN if folder is None else load(folder, None), allow_plaintext)
     try:
         reply: bytes = line.connected().status(b"", timeout=_TIMEOUT_S)

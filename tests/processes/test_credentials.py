@@ -283,3 +283,9 @@ def test_whoever_can_read_run_json_alone_cannot_join_and_status_and_health_tell_
         assert health.status == health_pb2.HealthCheckResponse.SERVING
     assert status.main([address]) == 1
     assert capsys.readouterr().err.startswith(f"error: no server answers at {address}")
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1:99999", "127.0.0.1:", ":5200"])
+def test_status_says_what_an_address_is(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.main([address]) == 2
+    assert capsys.readouterr().err.startswith(f'error: ADDR ("{address}") must be host:port')
