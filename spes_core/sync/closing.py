@@ -129,6 +129,9 @@ class Closing:
             self._ledger.close(now, decision)
             self._monitor.wake()
         if now.step in self._checkpoint_steps:
+            if not now.is_recorded:
+                # Who goes on from here has no other word of this round; one with the deliveries may follow.
+                self._monitor.record("round", **now.summary())
             save(self._standing(now, decision))
             self._saved_round = now.index + 1
         with self._monitor:

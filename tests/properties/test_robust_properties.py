@@ -93,7 +93,7 @@ def test_the_trimmed_mean_is_that_of_scipy_and_of_the_twin(values: list[np.ndarr
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-3, 1e3), st.integers(0, 2**32)), min_size=1, max_size=7),
+    st.lists(st.tuples(st.integers(1, 10**6), st.floats(1e-3, 1e3), st.integers(0, 2**32)), min_size=2, max_size=7),
     st.sampled_from([0.5, 1.0, 2.0]),
 )
 @settings(max_examples=50, deadline=None)
