@@ -89,9 +89,7 @@ class UploadFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         self.size_bytes = os.fstat(self._file).st_size
-        self._hasher = xxhash.xxh3_64()
-        for start in range(0, self.size_bytes, 1 << 20):
-            self._hasher.update(os.pread(self._file, min(1 << 20, self.size_bytes - start), start))
+        self._hasher = self._hash()
 
     @property
     def digest(self) -> str:
@@ -102,9 +100,7 @@ class UploadFile:
         """Keep only the first bytes."""
         os.ftruncate(self._file, size_bytes)
         self.size_bytes = size_bytes
-        self._hasher = xxhash.xxh3_64()
-        for start in range(0, size_bytes, 1 << 20):
-            self._hasher.update(os.pread(self._file, min(1 << 20, size_bytes - start), start))
+        self._hasher = self._hash()
 
     def append(self, payload: memoryview) -> None:
         """Store the next bytes."""
@@ -119,6 +115,13 @@ class UploadFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def _hash(self) -> xxhash.xxh3_64:
+        """A hasher of all bytes that the file has."""
+        hasher = xxhash.xxh3_64()
+        for start in range(0, self.size_bytes, 1 << 20):
+            hasher.update(os.pread(self._file, min(1 << 20, self.size_bytes - start), start))
+        return hasher
 
 
 class RoundReader:

@@ -10,6 +10,7 @@ from spes_core.config import RunConfig
 from spes_core.sync.codec import Values
 from spes_core.sync.journal import Decision, Journal, ResultRecord
 from spes_core.sync.members import Members
+from spes_core.sync.monitor import OnEvent
 from spes_core.sync.round import Contribution, Round
 
 
@@ -37,9 +38,11 @@ FRESH = Standing(round=0, step=0, tokens=0)
 class Ledger:
     """No lock of its own."""
 
-    def __init__(self, config: RunConfig, journal: Journal, members: Members, standing: Standing) -> None:
+    def __init__(
+        self, config: RunConfig, journal: Journal, members: Members, standing: Standing, on_event: OnEvent
+    ) -> None:
         """Takes up what the journal has of the rounds from ``standing`` on, and the results of those before it."""
-        self._config, self.journal, self._members = config, journal, members
+        self._config, self.journal, self._members, self._on_event = config, journal, members, on_event
         self.steps = schedules.round_steps(config)
         """The steps after which rounds close."""
         self.first_round, self.tokens = standing.round, standing.tokens
@@ -100,6 +103,7 @@ class Ledger:
             file.cut(0)
         file.close()
         if not is_whole:
+            self._on_event("damaged", node=node, round=index, file=str(self.journal.path(index) / file.name))
             return None
         return Contribution(
             record.tokens,

@@ -73,7 +73,7 @@ class ParameterServer:
         self.journal = Journal(folder, digest(config))
         self._monitor = Monitor(on_event)
         self._members = Members(config.make_partition(), config.round)
-        self._ledger = Ledger(config, self.journal, self._members, standing)
+        self._ledger = Ledger(config, self.journal, self._members, standing, self._monitor.record)
         self.state = GlobalState(
             schema,
             config.outer,
@@ -162,9 +162,17 @@ class ParameterServer:
                 return Upload(self, now, manifest, attempt, None)
             # An earlier, broken attempt lets go of the file first.
             self._monitor.wait(lambda: not part.is_writing, lambda: part.attempt != attempt)
-            part.tokens = manifest.tokens
+            if reason := self._reason_against(manifest, now, part):
+                raise self.refuse(node, reason)  # what is true now: others went on meanwhile
+            part.tokens, part.is_writing = manifest.tokens, True
+        try:
+            # Outside the lock: what an earlier attempt has stored is read and hashed here.
             with self.storing():
                 return Upload(self, now, manifest, attempt, self.journal.open_upload(now.index, node))
+        finally:
+            with self._monitor:
+                part.is_writing = False
+                self._monitor.wake()
 
     def open_download(self, request: DownloadRequest, is_cancelled: Callable[[], bool]) -> Download:
         """What a node lacks of a round, or a snapshot. Waits until it is known who takes part.
@@ -245,12 +253,8 @@ class ParameterServer:
             with self.storing():
                 self.journal.finish_upload(upload.round.index, upload.node, record)
             part = upload.contribution
-            part.payload_bytes, part.framing_bytes, part.digest = (
-                record.payload_bytes,
-                record.framing_bytes,
-                record.digest,
-            )
-            part.is_complete, part.completed_at_s = True, time.monotonic()
+            part.payload_bytes, part.framing_bytes = record.payload_bytes, record.framing_bytes
+            part.digest, part.is_complete, part.completed_at_s = record.digest, True, time.monotonic()
             self._members.hear(upload.node)
             self._monitor.wake()
 

@@ -88,7 +88,7 @@ class Upload:
                 tokens=part.tokens,
                 tensors=self._manifest.tensors,
                 payload_bytes=self._file.size_bytes,
-                framing_bytes=part.framing_bytes + framing_bytes,
+                framing_bytes=framing_bytes,
                 digest=self._file.digest,
             )
             self._server.complete_upload(self, record)

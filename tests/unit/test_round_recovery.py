@@ -76,6 +76,9 @@ def test_a_damaged_upload_is_sent_again(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[10] ^= 1
     path.write_bytes(content)
+    recorder = Recorder()
+    make_server(CONFIG, recorder, folder=tmp_path)
+    assert [(e["node"], e["round"], e["file"]) for e in recorder.of("damaged")] == [(0, 0, str(path))]
     assert complete(tmp_path, CONFIG) == whole_run(CONFIG)
 
 
