@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 from spes_core.errors import ConfigError
@@ -90,6 +91,10 @@ class DataConfig:
     """Tokens in one training sequence."""
     global_batch_sequences: int = 32
     """Sequences in one step over all nodes; a multiple of nodes × parallel.ranks_per_node."""
+    document_attention: Literal["packed", "separate"] = "packed"
+    """What attention sees of a sequence that several documents share: "packed", everything before, also other
+    documents; "separate", the token's own document and the end of text before it, so that losses are those of each
+    document alone (the first token of a document is predicted from that end of text)."""
     micro_batch_sequences: int | None = None
     """Sequences of one forward and backward pass of one process, whose gradients add up over the step; a divisor of
     its share of the global batch. Null: all at once."""
@@ -327,7 +332,8 @@ class ValidationConfig:
     interval_tokens: int = 200_000
     """A validation is due at the first synchronized step at or after each multiple; the last step always has one."""
     max_sequences: int = 128
-    """Held-out sequences used, spread evenly over the validation split; all of them when it has fewer."""
+    """Held-out sequences used, spread evenly over the validation split; all of them when it has fewer. Of several
+    domains each gives as many, whatever its share of the training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,6 +420,9 @@ NOT_IDENTITY = (
 )
 """Settings that change no weight and no validation, given the token files; they are outside a run's identity."""
 
+_NOT_WRITTEN_AT_DEFAULT = ("data.document_attention",)
+"""Settings that are newer than stored trials: at their default they are left out of the identity, which so stays."""
+
 _ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round", "aggregate", "link", "faults")
 
 
@@ -439,8 +448,7 @@ def inapplicable(config: RunConfig) -> tuple[str, ...]:
     paths += _inapplicable_to_rounds(config)
     if config.optim.name == "sgd":
         paths += ["optim.beta1", "optim.beta2", "optim.eps"]
-    if not config.data.domains:
-        paths += ["data.domains", "data.per_node"]
+    paths += ["data.corpus"] if config.data.domains else ["data.domains", "data.per_node"]
     if config.data.micro_batch_sequences is None or config.loss.balance_weight == 0:
         paths += ["loss.balance_fractions"]
     return tuple(paths)
@@ -482,8 +490,9 @@ def from_dict(data: object) -> RunConfig:
 
 def digest(config: RunConfig) -> str:
     """SHA-256 (hex) of all that decides this run's numbers: inapplicable and non-identity settings are left out."""
-    tree = to_dict(config)
-    for path in (*NOT_IDENTITY, *inapplicable(config)):
+    tree, default = to_dict(config), RunConfig()
+    unchanged = [path for path in _NOT_WRITTEN_AT_DEFAULT if attrgetter(path)(config) == attrgetter(path)(default)]
+    for path in (*NOT_IDENTITY, *inapplicable(config), *unchanged):
         *parents, leaf = path.split(".")
         branch = tree
         for key in parents:

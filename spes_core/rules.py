@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from spes_core.errors import Problem
+from spes_core.mixrules import mixture_problems
 from spes_core.schedules import checkpoint_steps
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def check(config: RunConfig) -> list[Problem]:
     return list(_ranges(config)) or [
         *_model_rules(config),
         *_batch_rules(config),
+        *mixture_problems(config),
         *_merge_rules(config),
         *_round_rules(config),
         *_init_rules(config),

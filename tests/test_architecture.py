@@ -36,6 +36,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "names",
             "partition",
             "rules",
+            "mixrules",
             "schedules",
             "wireformat",
             "events",
@@ -51,7 +52,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("model.counting",),
         (*THIRD_PARTY, *EDGES, *TRAINING, "spes_core.sync", "spes_core.protocol"),
     ),
-    "data order": (("data.order", "data.shards"), ("torch", "grpc", "tokenizers", *EDGES)),
+    "data order": (("data.order", "data.mixture", "data.shards"), ("torch", "grpc", "tokenizers", *EDGES)),
     "sync": (
         ("sync.*",),
         ("grpc", "google", "mlflow", *EDGES, *TRAINING, "spes_core.model", "spes_core.protocol"),
