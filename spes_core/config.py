@@ -439,8 +439,7 @@ def inapplicable(config: RunConfig) -> tuple[str, ...]:
     paths += _inapplicable_to_rounds(config)
     if config.optim.name == "sgd":
         paths += ["optim.beta1", "optim.beta2", "optim.eps"]
-    if not config.data.domains:
-        paths += ["data.domains", "data.per_node"]
+    paths += ["data.corpus"] if config.data.domains else ["data.domains", "data.per_node"]
     if config.data.micro_batch_sequences is None or config.loss.balance_weight == 0:
         paths += ["loss.balance_fractions"]
     return tuple(paths)
