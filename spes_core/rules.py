@@ -119,6 +119,13 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
         yield Problem("aggregate.trim_fraction", f"({share:g}) must be at least 0 and below 0.5: it is cut at each end")
     if not config.data.corpus.strip():
         yield Problem("data.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
+    for name, domain in config.data.domains.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            yield Problem(f"data.domains.{name}", "must have a name of letters, digits, _ and -")
+        if not domain.corpus.strip():
+            yield Problem(f"data.domains.{name}.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
+    if not config.data.tokenizer.strip():
+        yield Problem("data.tokenizer", '("") must be bpe, bytes, or a folder with a Hugging Face tokenizer')
     if not 0 < (fraction := config.data.validation_fraction) < 1:
         yield Problem("data.validation_fraction", f"({fraction:g}) must lie between 0 and 1, both excluded")
     if (size := config.data.tokenizer_vocab_size) < 257:

@@ -64,16 +64,22 @@ class Corpus:
     """The settings that decide how a corpus is prepared."""
 
     path: str
+    """data.corpus; of a mixture the names of its domains."""
     tokenizer_vocab_size: int
     validation_fraction: float
+    domains: tuple[tuple[str, str], ...] = ()
+    """Name and corpus of each domain, in order."""
+    tokenizer: str = "bpe"
 
     @classmethod
     def of(cls, data: DataConfig) -> Corpus:
         """The corpus that a run reads."""
         return cls(
-            path=data.corpus,
+            path=", ".join(data.domains) or data.corpus,
             tokenizer_vocab_size=data.tokenizer_vocab_size,
             validation_fraction=data.validation_fraction,
+            domains=tuple((name, domain.corpus) for name, domain in data.domains.items()),
+            tokenizer=data.tokenizer,
         )
 
 
@@ -148,8 +154,9 @@ def with_init_digest(config: RunConfig) -> RunConfig:
 
 
 def config_digest(config: RunConfig) -> str:
-    """SHA-256 (hex) of all that decides a run's numbers except its tokens: where the corpus lies is left out."""
-    return digest(replace(config, data=replace(config.data, corpus="")))
+    """SHA-256 (hex) of all that decides a run's numbers except its tokens: where the corpora lie is left out."""
+    domains = {name: replace(domain, corpus="") for name, domain in config.data.domains.items()}
+    return digest(replace(config, data=replace(config.data, corpus="", domains=domains)))
 
 
 def identity(config: RunConfig, data_digest: str) -> str:

@@ -87,13 +87,19 @@ class Skipped:
 
     counts: dict[str, int] = field(default_factory=dict)
     first: dict[str, list[str]] = field(default_factory=dict)
+    prefix: str = ""
+    """Stands before every place."""
+
+    def within(self, prefix: str) -> Skipped:
+        """The same lists, with more before every place."""
+        return Skipped(self.counts, self.first, self.prefix + prefix)
 
     def add(self, reason: str, where: str) -> None:
         """Count one row, document or file at ``where`` ("file" or "file:line")."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
         named = self.first.setdefault(reason, [])
         if len(named) < _FIRST:
-            named.append(where)
+            named.append(self.prefix + where)
 
     def __str__(self) -> str:
         return "; ".join(
@@ -107,13 +113,15 @@ class Corpus:
     """A corpus that exists: where it is, and the files that it consists of, in order."""
 
     name: str
-    """`data.corpus` as given."""
+    """As it was given."""
     root: Path
     """Folder that file names are relative to."""
     files: tuple[str, ...]
     """POSIX paths relative to root, in code-point order."""
     alone: bool
     """Whether the corpus is one file."""
+    setting: str = "data.corpus"
+    """Path of the setting that names it."""
 
     def identity(self) -> str:
         """SHA-256 (hex) by which a cached copy is found again, without reading any text.
@@ -148,7 +156,7 @@ class Corpus:
                 raise DataError(f"{path} is damaged ({error}); fetch or compress it again") from error
             except OSError as error:
                 if self.alone:
-                    raise DataError(f'data.corpus ("{self.name}") cannot be read: {error}') from error
+                    raise DataError(f'{self.setting} ("{self.name}") cannot be read: {error}') from error
                 skipped.add("not a readable file", name)
 
     def _read(self, path: Path, name: str, skipped: Skipped) -> Iterator[Document]:
@@ -161,32 +169,48 @@ class Corpus:
         return iter(())
 
 
-def find(corpus: str) -> Corpus:
-    """The corpus that `data.corpus` names. Raises DataError when there is none or it has no file."""
+def find(corpus: str, setting: str = "data.corpus") -> Corpus:
+    """The corpus that ``setting`` names. Raises DataError when there is none or it has no file."""
     if corpus == STDLIB:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = tuple(
-            sorted(name for name in _walk(root, _SKIPPED_FOLDERS | _TEST_FOLDERS) if _is_library_module(name))
-        )
-        if not files:
-            raise DataError(
-                f'data.corpus ("{corpus}"): this interpreter has no standard library sources in {root}; give {_FORMATS}'
-            )
-        return Corpus(corpus, root, files, alone=False)
-    path = Path(corpus).expanduser()
+        return _find_stdlib(setting)
+    path, shown = Path(corpus).expanduser(), f'{setting} ("{corpus}")'
+    if not path.exists() and (set(corpus) & set("*?[")):
+        return _find_matching(corpus, setting)
     if not path.exists():
         hint = '; did you mean "stdlib"?' if difflib.get_close_matches(corpus, [STDLIB]) else ""
-        raise DataError(f'data.corpus ("{corpus}") does not exist{hint or f"; give {STDLIB}, or {_FORMATS}"}')
+        raise DataError(f"{shown} does not exist{hint or f'; give {STDLIB}, or {_FORMATS}'}")
     if not os.access(path, os.R_OK):
-        raise DataError(f'data.corpus ("{corpus}") cannot be read; change its permissions or give another corpus')
+        raise DataError(f"{shown} cannot be read; change its permissions or give another corpus")
     if path.is_dir():
         files = tuple(sorted(_walk(path, _SKIPPED_FOLDERS)))
         if not files:
-            raise DataError(f'data.corpus ("{corpus}") is an empty folder; give {STDLIB}, or {_FORMATS}')
-        return Corpus(corpus, path, files, alone=False)
+            raise DataError(f"{shown} is an empty folder; give {STDLIB}, or {_FORMATS}")
+        return Corpus(corpus, path, files, alone=False, setting=setting)
     if not path.name.lower().endswith(ROW_SUFFIXES + TEXT_SUFFIXES) or not path.is_file():
-        raise DataError(f'data.corpus ("{corpus}") is of a type that is not read; give {STDLIB}, or {_FORMATS}')
-    return Corpus(corpus, path.parent, (path.name,), alone=True)
+        raise DataError(f"{shown} is of a type that is not read; give {STDLIB}, or {_FORMATS}")
+    return Corpus(corpus, path.parent, (path.name,), alone=True, setting=setting)
+
+
+def _find_stdlib(setting: str) -> Corpus:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = tuple(sorted(name for name in _walk(root, _SKIPPED_FOLDERS | _TEST_FOLDERS) if _is_library_module(name)))
+    if not files:
+        raise DataError(
+            f'{setting} ("{STDLIB}"): this interpreter has no standard library sources in {root}; give {_FORMATS}'
+        )
+    return Corpus(STDLIB, root, files, alone=False, setting=setting)
+
+
+def _find_matching(pattern: str, setting: str) -> Corpus:
+    """The files that match a pattern such as "texts/wiki.*.jsonl.gz", below the folder before its first wildcard."""
+    parts = Path(pattern).expanduser().parts
+    wild = next(index for index, part in enumerate(parts) if set(part) & set("*?["))
+    root = Path(*parts[:wild])
+    matches = [path for path in root.glob("/".join(parts[wild:])) if path.is_file() and not path.name.startswith(".")]
+    if not matches:
+        raise DataError(f'{setting} ("{pattern}") matches no file; give {STDLIB}, or {_FORMATS}')
+    files = tuple(sorted(path.relative_to(root).as_posix() for path in matches))
+    return Corpus(pattern, root, files, alone=False, setting=setting)
 
 
 def is_held_out(name: str, validation_fraction: float) -> bool:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 import sys
@@ -17,25 +15,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spes_core.config import DataConfig, ModelConfig, RunConfig
+from spes_core.config import DataConfig, DomainConfig, ModelConfig, RunConfig
 from spes_core.data import shards
-from spes_core.data.encode import Progress, megabytes, write_folder
-from spes_core.data.sources import find
+from spes_core.data.preparation import Preparation
+from spes_core.data.progress import Progress, megabytes, terminal_line
 from spes_core.errors import ConfigError, DataError, SpesError
 from spes_core.rules import check
 
 
 def prepare(config: DataConfig, cache: Path | None = None, progress: Progress | None = None) -> Path:
-    """The folder of ``config``'s corpus in token ids, made in ``cache`` unless a sound one is there.
+    """The folder of ``config``'s corpus or domains in token ids, made in ``cache`` unless a sound one is there.
 
-    Depends on corpus, tokenizer_vocab_size and validation_fraction. Several processes may call this at once: one works,
-    the others wait for it. ``progress`` gets a line of text now and then. Raises DataError when the corpus cannot be
-    used.
+    Depends on corpus or domains (not on weights), tokenizer, tokenizer_vocab_size and validation_fraction. Several
+    processes may call this at once: one works, the others wait for it. ``progress`` gets a line of text now and then.
+    Raises DataError when the corpus cannot be used.
     """
+    from spes_core.data.encode import write_folder  # numpy: not needed to find what is there
+
     tell = progress or (lambda message: None)
-    corpus = find(config.corpus)
-    identity = corpus.identity()
-    folder = _folder(identity, config, cache)
+    asked = Preparation.of(config)
+    found = asked.find()
+    key = found.key()
+    folder = _folder(key, cache)
     if _is_sound(folder):
         return folder
     try:
@@ -49,9 +50,9 @@ def prepare(config: DataConfig, cache: Path | None = None, progress: Progress | 
         shutil.rmtree(part, ignore_errors=True)  # what a killed process left: nobody else holds the lock
         part.mkdir()
         try:
-            write_folder(part, corpus, config, tell)
-            if find(config.corpus) != corpus or corpus.identity() != identity:
-                raise DataError(f'data.corpus ("{config.corpus}") changed while it was being read; prepare it again')
+            write_folder(part, found, tell)
+            if asked.find() != found or found.key() != key:
+                raise DataError(f'the corpus ("{asked.name}") changed while it was being read; prepare it again')
             _publish(part, folder)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -60,7 +61,7 @@ def prepare(config: DataConfig, cache: Path | None = None, progress: Progress | 
 
 def find_prepared(config: DataConfig, cache: Path | None = None) -> Path | None:
     """The folder that `prepare` would return without any work; None when there is none. Raises DataError as it does."""
-    folder = _folder(find(config.corpus).identity(), config, cache)
+    folder = _folder(Preparation.of(config).find().key(), cache)
     return folder if _is_sound(folder) else None
 
 
@@ -76,6 +77,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--corpus", default=defaults.corpus, help='"stdlib", or a file or folder (default: %(default)s)'
     )
+    parser.add_argument(
+        "--domain",
+        action="append",
+        default=[],
+        type=_named_source,
+        metavar="NAME=SOURCE",
+        help="one domain of a mixture; give it once for each, instead of --corpus",
+    )
+    parser.add_argument("--tokenizer", default=defaults.tokenizer, help="default: %(default)s")
     parser.add_argument("--vocab-size", type=int, default=defaults.tokenizer_vocab_size, help="default: %(default)s")
     parser.add_argument(
         "--validation-fraction", type=float, default=defaults.validation_fraction, help="default: %(default)s"
@@ -87,12 +97,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     config = DataConfig(
         corpus=options.corpus,
+        domains={name: DomainConfig(corpus=source) for name, source in options.domain},
+        tokenizer=options.tokenizer,
         tokenizer_vocab_size=options.vocab_size,
         validation_fraction=options.validation_fraction,
     )
     try:
         _require_valid(config)
-        folder = prepare(config, options.cache, _terminal_line())
+        folder = prepare(config, options.cache, terminal_line())
         header = shards.verify(folder) if options.verify else shards.read_header(folder)
     except (SpesError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -104,13 +116,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _folder(identity: str, config: DataConfig, cache: Path | None) -> Path:
-    return (cache or default_cache()).absolute() / _key(identity, config)
-
-
-def _key(identity: str, config: DataConfig) -> str:
-    parts = [shards.SCHEMA, identity, config.tokenizer_vocab_size, config.validation_fraction]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+def _folder(key: str, cache: Path | None) -> Path:
+    return (cache or default_cache()).absolute() / key
 
 
 def _is_sound(folder: Path) -> bool:
@@ -144,6 +151,13 @@ def _publish(part: Path, folder: Path) -> None:
     part.rename(folder)
 
 
+def _named_source(text: str) -> tuple[str, str]:
+    name, equals, source = text.partition("=")
+    if not (name and equals and source):
+        raise argparse.ArgumentTypeError(f'"{text}" must be NAME=SOURCE, such as wiki=texts/wiki.jsonl.gz')
+    return name, source
+
+
 def _require_valid(config: DataConfig) -> None:
     """Raises ConfigError for settings of the data that no run could have."""
     run = RunConfig(data=config, model=ModelConfig(vocab_size=max(1, config.tokenizer_vocab_size)))
@@ -165,13 +179,6 @@ def _describe(header: shards.ShardHeader) -> None:
         )
     for reason, count in header.skipped.items():
         print(f"left out: {count} {reason} ({', '.join(header.skipped_first[reason])})", file=sys.stderr)
-
-
-def _terminal_line() -> Progress | None:
-    """One line that rewrites itself, when standard error is a terminal."""
-    if not sys.stderr.isatty():
-        return None
-    return lambda message: print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from spes_core.config import DataConfig, RunConfig
-from spes_core.data import encode, shards, tokenize, vocabulary
+from spes_core.data import encode, shards, survey, tokenize, vocabulary
 from spes_core.data.batches import TokenSource
+from spes_core.data.preparation import Preparation
 from spes_core.data.sources import is_held_out
 from spes_core.errors import ConfigError, DataError
 from tests.small_corpora import config_for, contents, documents_in, ids_of, texts, write_rows
@@ -132,15 +133,21 @@ def test_the_same_corpus_gives_the_same_bytes_with_any_number_of_threads(corpus:
 def test_a_large_corpus_trains_the_tokenizer_on_a_bounded_sample(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "SAMPLE_BYTES", 5_000)
+    monkeypatch.setattr(survey, "SAMPLE_BYTES", 5_000)
     header = shards.read_header(tokenize.prepare(config_for(corpus), tmp_path))
     assert 5_000 <= header.tokenizer_bytes < 5_000 + max(len(text.encode()) for text in texts(200))
     assert header.tokenizer_documents < header.train.documents
-    again = encode._survey(tokenize.find(str(corpus)), 0.1).sample
+
+    def sample(path: Path) -> list[str]:
+        return survey.survey(Preparation.of(config_for(path)).find()).sample
+
+    again = sample(corpus)
     reversed_rows = write_rows(tmp_path / "rows.jsonl", texts(200))
     lines = reversed_rows.read_text().splitlines(keepends=True)
     reversed_rows.write_text("".join(reversed(lines)))
-    assert encode._survey(tokenize.find(str(reversed_rows)), 0.1).sample == again  # chosen by name, not by place
+    assert (
+        survey.survey(Preparation.of(config_for(reversed_rows)).find()).sample == again
+    )  # chosen by name, not by place
 
 
 def test_small_batches_give_the_same_bytes_as_large_ones(
