@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
 
 MAX_DOMAINS = 64
 """More would make places slow to find and a report unreadable."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def mixture_problems(config: RunConfig) -> Iterator[Problem]:
@@ -25,12 +23,6 @@ def mixture_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if len(data.domains) > MAX_DOMAINS:
         yield Problem("data.domains", f"({len(data.domains)} domains) must be at most {MAX_DOMAINS}; join some")
-    for name, domain in data.domains.items():
-        if _NAME.fullmatch(name) is None:
-            message = f'("{name}") must consist of letters, digits, "_", "-" and ".": it becomes part of metric names'
-            yield Problem("data.domains", message)
-        if not domain.corpus.strip():
-            yield Problem(f"data.domains.{name}.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
     yield from _weight_problems(data)
     if data.per_node:
         yield from _per_node_problems(config)

@@ -220,8 +220,6 @@ WEIGHED = {"a": {"corpus": "x", "weight": 1}, "b": {"corpus": "y", "weight": 0}}
     ("data", "path", "words"),
     [
         ({"per_node": [{"a": 1}, {"a": 1}]}, "data.per_node", "must be empty without data.domains"),
-        ({"domains": {"a/b": {"corpus": "x"}}}, "data.domains", '("a/b") must consist of letters'),
-        ({"domains": {"a": {"corpus": " "}}}, "data.domains.a.corpus", "must name a corpus"),
         ({"domains": WEIGHED | {"c": {"corpus": "z"}}}, "data.domains.c.weight", "(null) must be given where other"),
         ({"domains": WEIGHED | {"b": {"corpus": "y", "weight": -1}}}, "data.domains.b.weight", "(-1) must be a finite"),
         ({"domains": {"b": WEIGHED["b"]}}, "data.domains", "at least one domain a weight above 0"),
