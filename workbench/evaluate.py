@@ -144,6 +144,8 @@ def _evaluate(
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
+    if isinstance(error, ConnectionError):
+        text += "; a data_dir with copies needs no network"
     return text if isinstance(error, SpesError) and text else f"{type(error).__name__}: {text}"
 
 

@@ -58,7 +58,7 @@ class Evaluations:
             for leaf in book.lacking(self.tasks, self.settings, again=False):
                 book.add(leaf, self.settings, {"status": "missing", "reason": reason})
             book.show(self.tasks)
-            book.store(into_result=True)
+            book.store(into_result=True)  # as its process has done, if it came to its end
         return read_mapping(trial_dir / "result.json")
 
     def catch_up(self, trial_dirs: Iterable[Path], stopped: Callable[[], bool], *, retry: bool) -> int:
@@ -99,10 +99,10 @@ class Evaluations:
         )
 
     def _run(self, trial_dir: Path, stopped: Callable[[], bool], *, retry: bool) -> str | None:
-        """Run the process to its end; why it did not come to one, or None (also when the user stopped it)."""
+        """Run the process to its end; why scores may still be lacking, or None when the user stopped it."""
         (trial_dir / "logs").mkdir(exist_ok=True)
         started_s = time.monotonic()
-        with (trial_dir / "logs" / LOG).open("wb") as log:
+        with (trial_dir / "logs" / LOG).open("ab") as log:
             process = subprocess.Popen(
                 self._command(trial_dir, retry=retry),
                 stdin=subprocess.DEVNULL,
@@ -111,7 +111,6 @@ class Evaluations:
                 env=child_environment(self._environment()),
                 start_new_session=True,
             )
-        reason = None
         try:
             while process.poll() is None:
                 if stopped():
@@ -120,10 +119,8 @@ class Evaluations:
                     return f"resources.timeout ({self.timeout_s:g} s) was reached"
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_S)
-            if process.returncode not in (0, 1):
-                said = tail(trial_dir / "logs" / LOG)
-                reason = f"its process ended with status {process.returncode}: {said[-1] if said else 'without a word'}"
-            return reason
+            said = tail(trial_dir / "logs" / LOG)
+            return f"its process ended with status {process.returncode}: {said[-1] if said else 'without a word'}"
         finally:
             _end(process)
 

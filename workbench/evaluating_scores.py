@@ -125,10 +125,10 @@ def over_nodes(entries: Sequence[Entry]) -> Entry:
     """One entry for the weights of several nodes that were never exchanged: the mean of their scores.
 
     The nodes answer the same items, so their errors do not average out: the standard error is the mean of theirs, an
-    upper bound of that of the mean.
+    upper bound of that of the mean. A task that is missing of one node is missing.
     """
-    first = entries[0]
-    if len(entries) == 1:
+    first = next((entry for entry in entries if entry["status"] != "done"), entries[0])
+    if len(entries) == 1 or first["status"] != "done":
         return first
     metrics = {}
     for name, metric in first["metrics"].items():

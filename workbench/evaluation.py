@@ -242,7 +242,7 @@ def run_task(lm: Any, task: Task, copy: Copy | None, limit: int | None, scratch:
 
 
 def go_offline() -> None:
-    """From now on, take data of the hub from this machine's cache only: asking it again takes half a minute each time."""
+    """From now on, take data of the hub from this machine's cache only: each try to reach it takes half a minute."""
     import datasets
     import huggingface_hub
 
