@@ -23,6 +23,9 @@ def mixture_problems(config: RunConfig) -> Iterator[Problem]:
         return
     if len(data.domains) > MAX_DOMAINS:
         yield Problem("data.domains", f"({len(data.domains)} domains) must be at most {MAX_DOMAINS}; join some")
+    if (most := config.validation.max_sequences) < len(data.domains):
+        message = f"({most}) must be at least 1 for each of data.domains ({len(data.domains)}), which all are validated"
+        yield Problem("validation.max_sequences", message)
     yield from _weight_problems(data)
     if data.per_node:
         yield from _per_node_problems(config)

@@ -19,7 +19,7 @@ from typing import Any, Literal, Union
 from spes_core.config import RunConfig, to_dict
 from workbench.compose import NAME
 from workbench.groups import group_names, group_options
-from workbench.metrics import METRICS, SCORE
+from workbench.metrics import DOMAIN, METRICS, SCORE
 from workbench.settings import PrimaryMetric, ReportSettings, Resources
 from workbench.spec import ArmKeys, StudyKeys
 from workbench.sweep import SweepKeys
@@ -110,7 +110,9 @@ def _special(kind: type, name: str) -> Schema | None:
     special: dict[tuple[type, str], Schema] = {
         (StudyKeys, "equal"): {"type": "array", "items": paths},
         (ReportSettings, "x"): {"enum": [*setting_paths(), None]},
-        (PrimaryMetric, "name"): {"anyOf": [{"enum": list(METRICS)}, {"pattern": f"^{SCORE.pattern}$"}]},
+        (PrimaryMetric, "name"): {
+            "anyOf": [{"enum": list(METRICS)}, *({"pattern": f"^{kind.pattern}$"} for kind in (SCORE, DOMAIN))]
+        },
         (Resources, "timeout"): {"type": ["string", "number"]},
         (SweepKeys, "grid"): _axes(),
         (SweepKeys, "zip"): _axes(),

@@ -18,6 +18,7 @@ from spes_core.errors import ConfigError, DataError, Problem
 from spes_core.filedigest import file_digest
 from workbench.equality import differences
 from workbench.errors import StudyError
+from workbench.metrics import domain_of
 from workbench.spec import Arm, Study
 from workbench.sweep import at, axis_label, value_text
 from workbench.trees import Tree, covers, merge
@@ -104,6 +105,7 @@ def expand(study: Study) -> list[Variant]:
     if not mistakes:
         mistakes = [*_repeated_arms(study, variants), *differences(study, variants), *_unswept_x(study, variants)]
         mistakes += _several_references(study, variants)
+    mistakes += _unmeasured_domain(study, variants)
     if mistakes:
         raise StudyError(mistakes)
     return _distinct(variants)
@@ -200,6 +202,17 @@ def _unswept_x(study: Study, variants: Sequence[Variant]) -> list[str]:
         return []
     message = f"({x}) is no axis of any arm; axes: {', '.join(axes) or 'none'}; sweep it, or leave report.x out"
     return [study.locate(Problem("report.x", message))]
+
+
+def _unmeasured_domain(study: Study, variants: Sequence[Variant]) -> list[str]:
+    """A primary metric of one domain must be one that every run is validated on."""
+    domain = domain_of(study.metrics.primary.name)
+    lacking = [variant for variant in variants if domain is not None and domain not in variant.config.data.domains]
+    if not lacking:
+        return []
+    names = ", ".join(lacking[0].config.data.domains) or "none"
+    message = f"is of the domain {domain}, not among data.domains of arm {lacking[0].arm.name} ({names})"
+    return [study.locate(Problem("metrics.primary.name", f"({study.metrics.primary.name}) {message}"))]
 
 
 def _several_references(study: Study, variants: Sequence[Variant]) -> list[str]:
