@@ -1,6 +1,7 @@
 """Corpora: what `data.corpus` names, as a stream of documents in an order that no machine changes.
 
-"stdlib" is the running interpreter's standard library, one document a module. Any other corpus is a file or a folder:
+"stdlib" is the running interpreter's standard library, one document a module; "stdlib:json,xml*" is the part of it in
+top-level packages, or modules ("stdlib:*.py"), that match one of the patterns. Any other corpus is a file or a folder:
 
 - ``.jsonl``, ``.jsonl.gz``: one JSON object a line, its text in the field "text", optionally a name in "id";
 - text or code (``.txt``, ``.txt.gz``, ``.md``, ``.py``, ...): one document a file; a file that is given alone is cut
@@ -13,6 +14,7 @@ What cannot be used is counted by reason and named; hidden files and caches in a
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import gzip
 import hashlib
 import json
@@ -20,7 +22,7 @@ import os
 import platform
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
@@ -123,6 +125,11 @@ class Corpus:
     setting: str = "data.corpus"
     """Path of the setting that names it."""
 
+    @property
+    def is_stdlib(self) -> bool:
+        """Whether it is the standard library, or a part of it."""
+        return _is_stdlib(self.name)
+
     def identity(self) -> str:
         """SHA-256 (hex) by which a cached copy is found again, without reading any text.
 
@@ -130,11 +137,11 @@ class Corpus:
         modification times, as `make` and `git` do.
         """
         digest = hashlib.sha256()
-        place = platform.python_version() if self.name == STDLIB else str(self.root.resolve())
-        digest.update(f"{self.name == STDLIB} {self.alone} {place}\n".encode("utf-8", "surrogateescape"))
+        place = platform.python_version() if self.is_stdlib else str(self.root.resolve())
+        digest.update(f"{self.is_stdlib} {self.alone} {place}\n".encode("utf-8", "surrogateescape"))
         for name in self.files:
             status = _status(self.root / name)
-            time_ns = 0 if status is None or self.name == STDLIB else status.st_mtime_ns
+            time_ns = 0 if status is None or self.is_stdlib else status.st_mtime_ns
             size = -1 if status is None else status.st_size
             digest.update(f"{name} {size} {time_ns}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
@@ -171,8 +178,8 @@ class Corpus:
 
 def find(corpus: str, setting: str = "data.corpus") -> Corpus:
     """The corpus that ``setting`` names. Raises DataError when there is none or it has no file."""
-    if corpus == STDLIB:
-        return _find_stdlib(setting)
+    if _is_stdlib(corpus):
+        return _find_stdlib(corpus, setting)
     path, shown = Path(corpus).expanduser(), f'{setting} ("{corpus}")'
     if not path.exists() and (set(corpus) & set("*?[")):
         return _find_matching(corpus, setting)
@@ -191,14 +198,32 @@ def find(corpus: str, setting: str = "data.corpus") -> Corpus:
     return Corpus(corpus, path.parent, (path.name,), alone=True, setting=setting)
 
 
-def _find_stdlib(setting: str) -> Corpus:
+def _is_stdlib(corpus: str) -> bool:
+    return corpus == STDLIB or corpus.startswith(f"{STDLIB}:")
+
+
+def _find_stdlib(corpus: str, setting: str) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = tuple(sorted(name for name in _walk(root, _SKIPPED_FOLDERS | _TEST_FOLDERS) if _is_library_module(name)))
     if not files:
         raise DataError(
-            f'{setting} ("{STDLIB}"): this interpreter has no standard library sources in {root}; give {_FORMATS}'
+            f'{setting} ("{corpus}"): this interpreter has no standard library sources in {root}; give {_FORMATS}'
         )
-    return Corpus(STDLIB, root, files, alone=False, setting=setting)
+    _, colon, patterns = corpus.partition(":")
+    return Corpus(corpus, root, _part(files, patterns, corpus, setting) if colon else files, False, setting)
+
+
+def _part(files: Sequence[str], patterns: str, corpus: str, setting: str) -> tuple[str, ...]:
+    """The files whose first name, a package or module, matches one of the patterns. Raises DataError."""
+    names, chosen = {name.split("/")[0] for name in files}, set[str]()
+    for pattern in patterns.split(","):
+        if not (found := fnmatch.filter(names, pattern.strip())):
+            raise DataError(
+                f'{setting} ("{corpus}"): no package or module of the standard library matches "{pattern.strip()}";'
+                f' give their names or patterns, such as "{STDLIB}:json,xml*" or "{STDLIB}:*.py"'
+            )
+        chosen.update(found)
+    return tuple(name for name in files if name.split("/")[0] in chosen)
 
 
 def _find_matching(pattern: str, setting: str) -> Corpus:

@@ -43,8 +43,8 @@ def _introduction(names: list[str]) -> str:
     return (
         f"The global model was validated on each of {len(names)} domains, on the same sequences in all arms, whatever"
         " an arm was trained on. The validation loss above is that of all these sequences together, of which each"
-        " domain has as many where it has enough. Losses per token compare arms within a domain; between domains, whose tokens"
-        " stand for more or less text, only bits per byte compare."
+        " domain has as many where it has enough. Losses per token compare arms within a domain; between domains,"
+        " whose tokens stand for more or less text, only bits per byte compare."
     )
 
 
@@ -153,7 +153,7 @@ def _mean(cell: Cell, name: str) -> float | None:
 
 
 def _draw(evidence: Evidence, cells: list[Cell], names: list[str], layout: Layout) -> matplotlib.figure.Figure:
-    columns = min(len(names), 2 if layout.narrow else 3)
+    columns = min(len(names), 2 if layout.narrow or len(names) == 4 else 3)
     rows = -(-len(names) // columns)
     figure, grid = ink.new_figure(layout, rows * (0.62 + 0.21 * len(cells)) + 0.2, rows, columns, sharey=True)
     for axes in grid.flat[len(names) :]:
