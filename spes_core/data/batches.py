@@ -5,6 +5,7 @@ Shape suffixes: B sequences, T tokens of a sequence, W = T + 1 tokens of a windo
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,8 +67,9 @@ class TokenSource:
         """Token that ends a document, where attention must not leave one."""
         self._config = config
         self._mixture = Mixture(config, {name: span.sequences for name, span in self._train.items()}, seed)
-        self._train_N = self._map(folder / shards.TRAIN)
-        self._validation_N = self._map(folder / shards.VALIDATION)
+        dtype = np.dtype(self.header.dtype).newbyteorder("<")
+        self._train_N = _Mapped(folder / shards.TRAIN, dtype)
+        self._validation_N = _Mapped(folder / shards.VALIDATION, dtype)
         self._bytes_V = np.fromfile(folder / shards.TOKEN_BYTES, dtype="<u4").astype(np.int64)
 
     def train_batch(self, step: int, part: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +80,7 @@ class TokenSource:
         samples = self._mixture.samples(step, part, parts)
         length = self._config.sequence_length
         starts = [self._train[sample.domain].start + sample.number * length for sample in samples]
-        windows_BW = self._windows(self._train_N, starts)
+        windows_BW = self._train_N.windows(starts, length + 1)
         return _tensor(windows_BW[:, :-1]), _tensor(windows_BW[:, 1:])
 
     def validation_batches(
@@ -106,7 +108,7 @@ class TokenSource:
         span, length = self._validation[name], self._config.sequence_length
         share = np.arange(part, chosen, parts)  # dealt like cards: parts differ by at most one sequence
         starts = span.start + share * span.sequences // max(1, chosen) * length
-        windows_BW = self._windows(self._validation_N, starts.tolist())
+        windows_BW = self._validation_N.windows(starts.tolist(), length + 1)
         rows = -(-chosen // parts)
         tokens_BT = np.zeros((rows, length), dtype=np.int64)
         targets_BT = np.full_like(tokens_BT, IGNORED_TARGET)
@@ -117,19 +119,26 @@ class TokenSource:
         for p in np.array_split(np.arange(rows), -(-rows // batch_sequences)) if rows else []:
             yield ValidationBatch(_tensor(tokens_BT[p]), _tensor(targets_BT[p]), int(bytes_B[p].sum()), name)
 
-    def _map(self, path: Path) -> np.ndarray[Any, Any]:
-        """The ids of a split, mapped into memory: pages are read when they are used."""
-        if path.stat().st_size == 0:
-            return np.zeros(0, dtype=np.uint16)
-        mapped_N = np.memmap(path, dtype=np.dtype(self.header.dtype).newbyteorder("<"), mode="r")
-        return mapped_N.view(np.ndarray)  # slices of a memmap are slow to make
 
-    def _windows(self, ids_N: np.ndarray[Any, Any], starts_B: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Copies of the windows that begin at these tokens, as int64."""
-        length = self._config.sequence_length
-        windows_BW = np.empty((len(starts_B), length + 1), dtype=np.int64)
+class _Mapped:
+    """The ids of a split, mapped into memory: pages are read when they are used, and not held afterwards."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._mapped: mmap.mmap | None = None
+        self._ids_N: np.ndarray[Any, Any] = np.zeros(0, dtype)
+        if path.stat().st_size:
+            with path.open("rb") as file:
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._ids_N = np.frombuffer(self._mapped, dtype)
+
+    def windows(self, starts_B: Sequence[int], width: int) -> np.ndarray[Any, Any]:
+        """Copies of the ``width`` ids from each start, (B, width) int64."""
+        windows_BW = np.empty((len(starts_B), width), dtype=np.int64)
         for row, start in enumerate(starts_B):
-            windows_BW[row] = ids_N[start : start + length + 1]
+            windows_BW[row] = self._ids_N[start : start + width]
+        if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            # Else every page ever read would count as this process's memory, in the end the whole corpus.
+            self._mapped.madvise(mmap.MADV_DONTNEED)
         return windows_BW
 
 
