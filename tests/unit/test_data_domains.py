@@ -114,9 +114,9 @@ def test_all_that_decides_the_tokens_has_its_own_folder_and_weights_do_not(
         "fraction": replace(config, validation_fraction=0.3),
     }[name]
     weighted = {key: replace(domain, weight=2.0) for key, domain in config.domains.items()}
-    key = Preparation.of(config).find().key()
-    assert Preparation.of(changed).find().key() != key
-    assert Preparation.of(replace(config, domains=weighted, corpus="absent")).find().key() == key
+    key = Preparation.of(config).find().key
+    assert Preparation.of(changed).find().key != key
+    assert Preparation.of(replace(config, domains=weighted, corpus="absent")).find().key == key
     made = tokenize.find_prepared(config, tmp_path)
     assert made is None
 

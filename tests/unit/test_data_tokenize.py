@@ -181,8 +181,8 @@ def test_a_text_too_small_for_the_vocabulary_gives_a_smaller_one_and_says_so(
 def test_token_ids_take_two_bytes_up_to_65536_and_four_above(
     corpus: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [encode._dtype(size) for size in (257, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
-    monkeypatch.setattr(encode, "_dtype", lambda vocab_size: "uint32")
+    assert [vocabulary.dtype_of(size) for size in (257, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
+    monkeypatch.setattr(vocabulary, "dtype_of", lambda vocab_size: "uint32")
     wide = tokenize.prepare(config_for(corpus), tmp_path)
     assert shards.verify(wide).unigram_entropy_nats == shards.read_header(folder).unigram_entropy_nats
     for name in ("train.bin", "validation.bin"):
