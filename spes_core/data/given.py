@@ -164,6 +164,9 @@ def _token_bytes(given: str, tokenizer: Tokenizer, size: int, end: int) -> array
     added = {token["id"]: token for token in spec["added_tokens"]}
     lengths = array("I", bytes(4 * size))
     for token, index in tokenizer.get_vocab(with_added_tokens=True).items():
+        if alphabet is None and _BYTE.fullmatch(token):
+            lengths[index] = 1
+            continue
         if index == end or (index in added and added[index]["special"]):
             continue
         if index in added:
@@ -171,7 +174,7 @@ def _token_bytes(given: str, tokenizer: Tokenizer, size: int, end: int) -> array
         elif alphabet is not None:
             lengths[index] = len(token) if alphabet.issuperset(token) else len(token.encode())
         else:
-            lengths[index] = 1 if _BYTE.fullmatch(token) else len(token.replace(mark, " ").encode())
+            lengths[index] = len(token.replace(mark, " ").encode())
     return lengths
 
 
