@@ -61,7 +61,7 @@ def write_folder(folder: Path, found: FoundCorpora, tell: Progress) -> None:
     key = found.key
     found = found.fetched(folder, unfinished.FETCHED, tell)
     made_by = f"tokenizers {tokenizers.__version__}, batches of {_BATCH_BYTES}"
-    state = unfinished.load(folder, made_by)
+    state = unfinished.load(folder, made_by, _SPLITS)
     if state is None:
         _clear(folder)
         vocabulary, state = _survey(folder, found, made_by, tell)

@@ -47,13 +47,18 @@ class Unfinished:
         partial.rename(folder / _STATE)
 
 
-def load(folder: Path, made_by: str) -> Unfinished | None:
+def load(folder: Path, made_by: str, token_files: tuple[str, str]) -> Unfinished | None:
     """The state that a folder was left in; None when it has none that can be gone on from."""
     try:
         data = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         if data.pop("version") != _VERSION or data["made_by"] != made_by:
             return None
-        return Unfinished(**{**data, "parts": [Sizes(**part) for part in data["parts"]]})
+        found = Unfinished(**{**data, "parts": [Sizes(**part) for part in data["parts"]]})
+        whole = [
+            found.batches == 0 or (folder / name).stat().st_size >= size
+            for name, size in zip(token_files, found.file_bytes, strict=True)
+        ]
+        return found if all(whole) else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

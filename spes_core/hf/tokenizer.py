@@ -44,7 +44,7 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def tokenizer_settings(path: Path) -> dict[str, Any] | None:
-    """The data settings by which a run reads text as the model at a path does; None when it has no tokenizer for that."""
+    """Settings by which a run reads text as the model at a path does; None when it has no tokenizer for that."""
     try:
         found = given.read(str(path))
     except DataError:
