@@ -3,10 +3,10 @@
     python -m benchmarks.tokenizing [--turns 3] [--speed-mb 12] [--memory-mb 20 200] [--trained]
 
 Speed: the whole of `python -m spes_core.data.tokenize` with a tokenizer that is given (it reads JSON lines twice,
-divides, checks for leaks and repeats, encodes, writes, hashes) against `Tokenizer.encode_batch` alone on texts that are
-already in memory, a megabyte at a time, as the command does. Both use all cores and take turns in one process, each with
-a tokenizer freshly loaded; the ratio is the median over turns. Memory: the peak resident bytes (VmHWM) of a process that
-tokenizes a small and a large corpus, which must not differ; --trained trains the tokenizer there too.
+divides, checks for leaks and repeats, encodes, writes, hashes) against `Tokenizer.encode_batch` alone on texts that
+are already in memory, a megabyte at a time, as the command does. Both use all cores and take turns in one process,
+each with a tokenizer freshly loaded; the ratio is the median over turns. Memory: the peak resident bytes (VmHWM) of a
+process that tokenizes a small and a large corpus, which must not differ; --trained trains the tokenizer there too.
 """
 
 from __future__ import annotations
@@ -94,9 +94,18 @@ def encode_alone(given: Path, texts: list[str]) -> None:
 
 def show_memory(root: Path, tokenizer: str, sizes_mb: list[float]) -> None:
     for size_mb in sizes_mb:
-        corpus = root / f"{size_mb:g}.jsonl"
+        corpus = root / f"{size_mb:g}mb.jsonl"
         write_generated(corpus, size_mb * 1e6)
-        command = [sys.executable, "-c", _CHILD, str(corpus), "--tokenizer", tokenizer]
+        command = [
+            sys.executable,
+            "-c",
+            _CHILD,
+            str(corpus),
+            "--tokenizer",
+            tokenizer,
+            "--out",
+            str(root / corpus.stem),
+        ]
         start = time.perf_counter()
         done = subprocess.run(
             [*command, "--out", str(root / f"{size_mb:g}")], check=True, capture_output=True, text=True
