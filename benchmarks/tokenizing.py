@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -66,18 +66,25 @@ def show_speed(root: Path, texts: list[str], given: Path, turns: int) -> None:
     corpus, size_mb = root / "corpus.jsonl", sum(len(text.encode()) for text in texts) / 1e6
     corpus.write_text("".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)))
     config = DataConfig(corpus=str(corpus), tokenizer=str(given), tokenizer_vocab_size=1 << 20)
-    ours_s, library_s = [], []
+    ours, library = [], []
     for turn in range(turns):
-        start = time.perf_counter()
-        tokenize.prepare(config, root / f"cache{turn}")
-        middle = time.perf_counter()
-        encode_alone(given, texts)
-        ours_s.append(middle - start)
-        library_s.append(time.perf_counter() - middle)
-    ratio = median(library / ours for ours, library in zip(ours_s, library_s, strict=True))
+        ours.append(timed(lambda turn=turn: tokenize.prepare(config, root / f"cache{turn}")))
+        library.append(timed(lambda: encode_alone(given, texts)))
+    ratio = median(theirs[0] / mine[0] for mine, theirs in zip(ours, library, strict=True))
     print(f"{size_mb:.1f} MB, {turns} turns, median")
-    print(f"encode_batch alone     {size_mb / median(library_s):8.2f} MB/s")
-    print(f"the whole preparation  {size_mb / median(ours_s):8.2f} MB/s, {ratio:.2f} of it (bar {BAR})")
+    for label, times, words in (
+        ("encode_batch alone", library, ""),
+        ("the whole preparation", ours, f", {ratio:.2f} of it (bar {BAR})"),
+    ):
+        speed, cpu_s = size_mb / median(wall for wall, _ in times), median(cpu for _, cpu in times)
+        print(f"{label:22} {speed:6.2f} MB/s, {cpu_s:.1f} CPU-s{words}")
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds by the clock, and of all threads of this process."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
 
 
 def encode_alone(given: Path, texts: list[str]) -> None:
@@ -96,16 +103,8 @@ def show_memory(root: Path, tokenizer: str, sizes_mb: list[float]) -> None:
     for size_mb in sizes_mb:
         corpus = root / f"{size_mb:g}mb.jsonl"
         write_generated(corpus, size_mb * 1e6)
-        command = [
-            sys.executable,
-            "-c",
-            _CHILD,
-            str(corpus),
-            "--tokenizer",
-            tokenizer,
-            "--out",
-            str(root / corpus.stem),
-        ]
+        place = [str(corpus), "--out", str(root / corpus.stem)]
+        command = [sys.executable, "-c", _CHILD, *place, "--tokenizer", tokenizer]
         start = time.perf_counter()
         done = subprocess.run(
             [*command, "--out", str(root / f"{size_mb:g}")], check=True, capture_output=True, text=True

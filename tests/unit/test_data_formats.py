@@ -85,8 +85,9 @@ def test_the_field_of_the_text_can_be_chosen(tmp_path: Path) -> None:
 
 
 def test_several_sources_become_one_folder_where_one_asks_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")  # --workers sets it: put back afterwards
     for name in ("a", "b"):
         write_rows(tmp_path / f"{name}.jsonl", texts(60, ord(name)))
     sources = [str(tmp_path / f"{name}.jsonl") for name in ("a", "b")]
