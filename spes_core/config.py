@@ -76,7 +76,8 @@ class DataConfig:
     """What is read, and in which portions."""
 
     corpus: str = "stdlib"
-    """"stdlib" (the running interpreter's standard library), or a file or folder of text (.txt, .jsonl, .jsonl.gz)."""
+    """"stdlib" (the running interpreter's standard library); a file, folder or pattern ("wiki-*.jsonl.gz") of text
+    (.txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet) or code; or a Hugging Face dataset, hf:NAME[:CONFIG[:SPLIT]]."""
     domains: dict[str, DomainConfig] = field(default_factory=dict)
     """Corpora by name, read instead of data.corpus: a mixture, validated on each."""
     per_node: tuple[dict[str, float], ...] = ()
@@ -84,7 +85,13 @@ class DataConfig:
     tokenizer: str = "bpe"
     """"bpe" (a byte-level BPE trained on the corpus), "bytes", or a folder with a Hugging Face tokenizer."""
     tokenizer_vocab_size: int = 4096
-    """Size of the byte-level BPE that is trained on the corpus; at least 257 (256 bytes and the end of text)."""
+    """Size of the byte-level BPE that is trained on the corpus; at least 257 (256 bytes and the end of text). Of
+    another tokenizer the most ids that it may have."""
+    text_field: str = "text"
+    """Field that holds the text, in corpora of rows."""
+    max_repetition: float | None = None
+    """Documents are left out in which a larger share of the text lies in runs of ten words that occurred before in the
+    same document (Gopher: 0.1); null keeps all."""
     validation_fraction: float = 0.02
     """Share of the documents that is held out, chosen by a hash of the document's name."""
     sequence_length: int = 128
@@ -415,7 +422,8 @@ class RunConfig:
 
 
 NOT_IDENTITY = (
-    *("method", "log", "checkpoint", "wire.chunk_bytes", "init.weights", "data.tokenizer"),
+    *("method", "log", "checkpoint", "wire.chunk_bytes", "init.weights"),
+    *("data.tokenizer", "data.text_field", "data.max_repetition"),
     *(f"round.{name}" for name in ("timeout_s", "heartbeat_s", "lost_after_s", "retry_s")),
 )
 """Settings that change no weight and no validation, given the token files; they are outside a run's identity."""

@@ -126,6 +126,10 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
             yield Problem(f"data.domains.{name}.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
     if not config.data.tokenizer.strip():
         yield Problem("data.tokenizer", '("") must be bpe, bytes, or a folder with a Hugging Face tokenizer')
+    if not config.data.text_field:
+        yield Problem("data.text_field", '("") must name the field that holds the text')
+    if (limit := config.data.max_repetition) is not None and not 0 < limit < 1:
+        yield Problem("data.max_repetition", f"({limit:g}) must lie between 0 and 1, both excluded; null keeps all")
     if not 0 < (fraction := config.data.validation_fraction) < 1:
         yield Problem("data.validation_fraction", f"({fraction:g}) must lie between 0 and 1, both excluded")
     if (size := config.data.tokenizer_vocab_size) < 257:

@@ -54,7 +54,9 @@ def prepare_corpus(corpus: Corpus) -> PreparedCorpus:
     command = [sys.executable, "-c", _TOKENIZE]
     command += [word for name, source in corpus.domains for word in ("--domain", f"{name}={source}")]
     command += [] if corpus.domains else ["--corpus", corpus.path]
-    command += ["--tokenizer", corpus.tokenizer, "--vocab-size", str(corpus.tokenizer_vocab_size)]
+    command += ["--tokenizer", corpus.tokenizer, "--text-field", corpus.text_field]
+    command += [] if corpus.max_repetition is None else ["--max-repetition", repr(corpus.max_repetition)]
+    command += ["--vocab-size", str(corpus.tokenizer_vocab_size)]
     command += ["--validation-fraction", str(corpus.validation_fraction)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment({}))
     if done.returncode != 0:
@@ -89,6 +91,8 @@ def _data_config(corpus: Corpus) -> DataConfig:
         corpus=DataConfig.corpus if corpus.domains else corpus.path,
         domains={name: DomainConfig(corpus=source) for name, source in corpus.domains},
         tokenizer=corpus.tokenizer,
+        text_field=corpus.text_field,
+        max_repetition=corpus.max_repetition,
         tokenizer_vocab_size=corpus.tokenizer_vocab_size,
         validation_fraction=corpus.validation_fraction,
     )

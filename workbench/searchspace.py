@@ -17,7 +17,10 @@ from workbench.trees import Tree, covers
 T = TypeVar("T")
 _MOST_REPRESENTATIVES = 64
 _MOST_CORNER_AXES = 6
-_CORPUS = ("data.corpus", "data.tokenizer", "data.tokenizer_vocab_size", "data.validation_fraction")
+_CORPUS = (
+    *("data.corpus", "data.tokenizer", "data.tokenizer_vocab_size", "data.validation_fraction"),
+    *("data.text_field", "data.max_repetition"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,8 @@ class Corpus:
     domains: tuple[tuple[str, str], ...] = ()
     """Name and corpus of each domain, in order."""
     tokenizer: str = "bpe"
+    text_field: str = "text"
+    max_repetition: float | None = None
 
     @classmethod
     def of(cls, data: DataConfig) -> Corpus:
@@ -81,6 +83,8 @@ class Corpus:
             validation_fraction=data.validation_fraction,
             domains=tuple((name, domain.corpus) for name, domain in data.domains.items()),
             tokenizer=data.tokenizer,
+            text_field=data.text_field,
+            max_repetition=data.max_repetition,
         )
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from spes_core.config import DataConfig
-from spes_core.data import shards
-from spes_core.data.sources import Corpus, Document, Skipped, find
+from spes_core.data import given, shards
+from spes_core.data.documents import Document, Skipped
+from spes_core.data.progress import Progress
+from spes_core.data.repetition import repetition
+from spes_core.data.sources import Corpus, find
+
+MADE_HERE = ("bpe", "bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,10 @@ class Preparation:
     tokenizer: str
     vocab_size: int
     validation_fraction: float
+    text_field: str = "text"
+    """Field of a row that holds its text."""
+    max_repetition: float | None = None
+    """See data.max_repetition."""
 
     @classmethod
     def of(cls, config: DataConfig) -> Preparation:
@@ -53,6 +63,8 @@ class Preparation:
             tokenizer=config.tokenizer,
             vocab_size=config.tokenizer_vocab_size,
             validation_fraction=config.validation_fraction,
+            text_field=config.text_field,
+            max_repetition=config.max_repetition,
         )
 
     @property
@@ -63,7 +75,20 @@ class Preparation:
     def find(self) -> FoundCorpora:
         """The corpora, which exist. Raises DataError naming the setting of one that does not."""
         found = [tuple(find(source, domain.setting) for source in domain.sources) for domain in self.domains]
-        return FoundCorpora(self, tuple(found))
+        return FoundCorpora(self, tuple(found), self._key(found))
+
+    def _key(self, found: list[tuple[Corpus, ...]]) -> str:
+        """Name of the cached folder: 16 hex digits that follow from the settings and from the files that are read."""
+        identities = [[corpus.identity() for corpus in sources] for sources in found]
+        parts: list[object] = [shards.SCHEMA, identities[0][0], self.vocab_size, self.validation_fraction]
+        if self.divided or len(identities[0]) > 1:
+            parts.append([[domain.name, *found] for domain, found in zip(self.domains, identities, strict=True)])
+        tokenizer = self.tokenizer if self.tokenizer in MADE_HERE else given.identity(self.tokenizer)
+        others = {"tokenizer": tokenizer, "text_field": self.text_field, "max_repetition": self.max_repetition}
+        usual = {"tokenizer": "bpe", "text_field": "text", "max_repetition": None}
+        if changed := {name: value for name, value in others.items() if value != usual[name]}:
+            parts.append(changed)
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -73,21 +98,25 @@ class FoundCorpora:
     preparation: Preparation
     corpora: tuple[tuple[Corpus, ...], ...]
     """The sources of each domain."""
+    key: str
+    """Of the settings and of the files as they were found: the name of the folder in a cache."""
 
-    def key(self) -> str:
-        """Name of the cached folder: 16 hex digits that follow from the settings and from the corpora's files."""
-        asked = self.preparation
-        identities = [[corpus.identity() for corpus in sources] for sources in self.corpora]
-        parts: list[object] = [shards.SCHEMA, identities[0][0], asked.vocab_size, asked.validation_fraction]
-        if asked.divided or len(identities[0]) > 1:
-            parts.append([[domain.name, *found] for domain, found in zip(asked.domains, identities, strict=True)])
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    def fetched(self, folder: Path, prefix: str, tell: Progress) -> FoundCorpora:
+        """The same with every corpus on this machine; copies get names with ``prefix``. Raises DataError."""
+        field = self.preparation.text_field
+        corpora = tuple(tuple(c.fetched(folder, prefix, field, tell) for c in sources) for sources in self.corpora)
+        return replace(self, corpora=corpora)
 
     def documents(self, domain: int, skipped: Skipped) -> Iterator[Document]:
         """Every usable document of one domain, in order."""
-        sources, mine = self.corpora[domain], self.named(domain, skipped)
+        asked, sources, mine = self.preparation, self.corpora[domain], self.named(domain, skipped)
         for corpus in sources:
-            yield from corpus.documents(mine.within(f"{corpus.name}: ") if len(sources) > 1 else mine)
+            places = mine.within(f"{corpus.name}: ") if len(sources) > 1 else mine
+            for document in corpus.documents(places, asked.text_field):
+                if asked.max_repetition is not None and repetition(document.text) > asked.max_repetition:
+                    places.add("that repeat themselves", document.name)
+                else:
+                    yield document
 
     def named(self, domain: int, skipped: Skipped) -> Skipped:
         """What is left out of one domain goes here: its places get the domain's name."""

@@ -19,3 +19,10 @@ def terminal_line() -> Progress | None:
 def megabytes(num_bytes: int) -> str:
     """ "12.1 MB" (1e6 bytes)."""
     return f"{num_bytes / 1e6:.1f} MB"
+
+
+def bar(done: int, total: int, width: int = 20) -> str:
+    """ "[#####---------------] 25 %"."""
+    share = min(1.0, done / max(1, total))
+    filled = int(share * width)
+    return f"[{'#' * filled}{'-' * (width - filled)}] {share:.0%}"

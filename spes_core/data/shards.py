@@ -4,7 +4,7 @@
 
     train.bin, validation.bin    token ids, little endian, one file a split; every document ends with the end of text
     token_bytes.bin              uint32 a token id: the bytes of text that the token stands for (end of text: 0)
-    tokenizer.json               the tokenizer, as the `tokenizers` library reads it
+    tokenizer.json               the tokenizer, as the `tokenizers` library reads it (a given one: with its other files)
     header.json                  `ShardHeader`; written last
 """
 
@@ -86,7 +86,7 @@ class ShardHeader:
     tokenizer_digest: str
     """SHA-256 of tokenizer.json."""
     tokenizer_documents: int
-    """Training documents that the tokenizer was trained on (a bounded sample)."""
+    """Training documents that the tokenizer was trained on (a bounded sample; 0 for one that was not trained)."""
     tokenizer_bytes: int
     """Their UTF-8 bytes."""
     digest: str
@@ -97,14 +97,20 @@ class ShardHeader:
     unigram_entropy_nats: float
     """Entropy of the training tokens' frequencies: the loss of the best model that ignores context."""
     corpus: str
-    """`data.corpus` as it was given."""
+    """`data.corpus` as it was given, or the names of the domains."""
     corpus_digest: str
     """SHA-256 over the names and texts of the documents used, in order."""
     python_version: str
     tokenizers_version: str
     files: dict[str, FileRecord]
+    tokenizer: str = "bpe"
+    """`data.tokenizer` as it was given."""
     domains: dict[str, DomainCounts] = field(default_factory=dict)
     """Domain -> its part, in file order; empty for a corpus that is not divided. The parts add up to the splits."""
+    preparation_key: str = ""
+    """Follows from the settings and files that the folder was made from (`preparation.FoundCorpora.key`)."""
+    repeated_documents: int = 0
+    """Documents used whose whole text another document before them has."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Reason -> number of rows, documents or files left out."""
     skipped_first: dict[str, tuple[str, ...]] = field(default_factory=dict)

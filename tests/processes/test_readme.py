@@ -10,6 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from spes_core.config import RunConfig
+from spes_core.rules import check
+from spes_core.structure import build
 
 pytestmark = pytest.mark.processes
 
@@ -68,6 +73,13 @@ def test_every_other_study_command_plans(empty_folder: Path) -> None:
 
 
 def test_the_study_that_it_shows_plans(empty_folder: Path) -> None:
-    (yaml,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    (empty_folder / "shown.yaml").write_text(yaml, encoding="utf-8")
+    shown, _ = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (empty_folder / "shown.yaml").write_text(shown, encoding="utf-8")
     assert "9 of 9 trials will run" in run("python -m workbench.study shown.yaml", empty_folder, ["--dry-run"])
+
+
+def test_the_mixture_that_it_shows_is_valid() -> None:
+    _, mixture = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    config = build(RunConfig, yaml.safe_load(mixture))
+    assert list(config.data.domains) == ["code", "wiki", "web"]
+    assert check(config) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, loader
+from benchmarks import gpu, loader, tokenizing
 from benchmarks import round as round_benchmark
 from benchmarks.naive_round import merge
 from spes_core.data.batches import TokenSource
@@ -104,3 +104,10 @@ def test_the_naive_merge_is_the_merge() -> None:
     for matrix, merged in zip(shapes, expected, strict=True):
         found = torch.stack([model[name].flatten() for name in names[matrix]])
         torch.testing.assert_close(found, torch.tensor(merged, dtype=torch.float32), rtol=0, atol=1e-5)
+
+
+def test_the_benchmark_of_tokenizing_runs_small(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--turns", "1", "--speed-mb", "0.3", "--memory-mb", "0.3", "--vocab-size", "400"]
+    assert tokenizing.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "of it (bar 0.8)" in output and "peak memory of 0.3 MB" in output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -16,6 +17,11 @@ from spes_core.data.sources import find, is_held_out
 from spes_core.errors import DataError
 from spes_core.rules import check
 from tests.small_corpora import contents, documents_in, texts, write_rows
+from workbench import verify
+from workbench.corpora import find_corpus, prepare_corpus
+from workbench.errors import StudyError
+from workbench.spec import read_study
+from workbench.trials import Corpus, expand, identity
 
 FRACTION = 0.2
 
@@ -114,9 +120,9 @@ def test_all_that_decides_the_tokens_has_its_own_folder_and_weights_do_not(
         "fraction": replace(config, validation_fraction=0.3),
     }[name]
     weighted = {key: replace(domain, weight=2.0) for key, domain in config.domains.items()}
-    key = Preparation.of(config).find().key()
-    assert Preparation.of(changed).find().key() != key
-    assert Preparation.of(replace(config, domains=weighted, corpus="absent")).find().key() == key
+    key = Preparation.of(config).find().key
+    assert Preparation.of(changed).find().key != key
+    assert Preparation.of(replace(config, domains=weighted, corpus="absent")).find().key == key
     made = tokenize.find_prepared(config, tmp_path)
     assert made is None
 
@@ -146,6 +152,61 @@ def test_the_command_makes_the_same_folder(
     with pytest.raises(SystemExit):
         tokenize.main(["--domain", "nameless"])
     assert "must be NAME=SOURCE" in capsys.readouterr().err
+
+
+def test_a_study_prepares_a_mixture_in_a_process_of_its_own(
+    corpora: dict[str, Path], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = config_of(**corpora)
+    asked = Corpus.of(config)
+    assert asked == Corpus.of(replace(config, corpus="elsewhere"))
+    assert find_corpus(asked) is None
+    prepared = prepare_corpus(asked)
+    assert contents(prepared.folder) == contents(folder)
+    assert find_corpus(asked) == prepared
+    other = replace(config, tokenizer="bytes", text_field="text", max_repetition=0.9)
+    assert prepare_corpus(Corpus.of(other)).header.tokenizer == "bytes"
+    assert find_corpus(Corpus.of(replace(other, max_repetition=None))) is None
+
+
+def test_where_domains_lie_is_no_part_of_a_trial_s_identity_and_weights_are(corpora: dict[str, Path]) -> None:
+    run = RunConfig(data=config_of(**corpora))
+
+    def changed(**settings: Any) -> bool:
+        return identity(replace(run, data=replace(run.data, **settings)), "digest") != identity(run, "digest")
+
+    moved = {name: replace(domain, corpus="/elsewhere") for name, domain in run.data.domains.items()}
+    weighted = {name: replace(domain, weight=1.0) for name, domain in run.data.domains.items()}
+    assert not changed(domains=moved)
+    assert not changed(corpus="/elsewhere")
+    assert not changed(tokenizer="/a/folder", text_field="body", max_repetition=0.1)
+    assert changed(domains=weighted)
+    assert changed(domains={})
+
+
+def test_verify_finds_domains_that_have_moved() -> None:
+    data = config_of(a="x", b="y")
+    moved = verify._data_at(data, ["b=/new=place"])
+    assert [domain.corpus for domain in moved.domains.values()] == ["x", "/new=place"]
+    assert verify._data_at(DataConfig(), ["/p=q"]).corpus == "/p=q"
+    for place in ("/new", "c=/new"):
+        with pytest.raises(StudyError, match=r"must be NAME=PATH, where NAME is a domain of the trial \(a, b\)"):
+            verify._data_at(data, [place])
+
+
+def test_a_study_file_names_domains_and_their_mistakes(tmp_path: Path) -> None:
+    path = tmp_path / "mixture.yaml"
+    path.write_text(
+        "schema: 1\nname: mixture\nquestion: Why?\ndefaults: [model/tiny, data/default, launcher/local]\n"
+        "run:\n  data:\n    domains:\n      code: {corpus: stdlib}\n      wiki: {corpus: wiki.jsonl, weight: 2}\n"
+        "arms: {spes: {method: spes}}\n"
+    )
+    (variant,) = expand(read_study(path))
+    assert variant.config.data.domains["wiki"] == DomainConfig(corpus="wiki.jsonl", weight=2.0)
+    assert Corpus.of(variant.config.data).path == "code, wiki"
+    with pytest.raises(StudyError, match=r"data\.domains\.wiki\.corpsu is not a setting; did you mean .corpus"):
+        expand(read_study(path, ["+run.data.domains.wiki.corpsu=x"]))
 
 
 def test_a_pattern_names_several_files_in_order(tmp_path: Path) -> None:

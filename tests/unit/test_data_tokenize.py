@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -123,9 +122,9 @@ def test_the_same_corpus_gives_the_same_bytes_with_any_number_of_threads(corpus:
             "--vocab-size",
             "300",
         ]
-        environment = {**os.environ, "RAYON_NUM_THREADS": threads}
+        command += ["--workers", threads]
         command += ["--validation-fraction", "0.1", "--cache", str(tmp_path / threads)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         made.append(contents(Path(done.stdout.splitlines()[-1])))
     assert made[0] == made[1]
 
@@ -181,8 +180,8 @@ def test_a_text_too_small_for_the_vocabulary_gives_a_smaller_one_and_says_so(
 def test_token_ids_take_two_bytes_up_to_65536_and_four_above(
     corpus: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [encode._dtype(size) for size in (257, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
-    monkeypatch.setattr(encode, "_dtype", lambda vocab_size: "uint32")
+    assert [vocabulary.dtype_of(size) for size in (257, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
+    monkeypatch.setattr(vocabulary, "dtype_of", lambda vocab_size: "uint32")
     wide = tokenize.prepare(config_for(corpus), tmp_path)
     assert shards.verify(wide).unigram_entropy_nats == shards.read_header(folder).unigram_entropy_nats
     for name in ("train.bin", "validation.bin"):
