@@ -163,27 +163,17 @@ def _target(options: argparse.Namespace) -> Target:
     files = weights_files(trial_dir)
 
     def own(path: Path) -> Callable[[Path], LanguageModel]:
-        def load(_: Path) -> LanguageModel:
-            from workbench.evaluating_model import trial_model
+        def load(scratch: Path) -> LanguageModel:
+            from workbench.evaluating_model import exported_model, trial_model
 
+            if options.hf:
+                return exported_model(trial_dir, path, scratch / "export", options.device, options.dtype)
             return trial_model(trial_dir, path, options.device, options.dtype)
 
         return load
 
-    def exported(path: Path) -> Callable[[Path], LanguageModel]:
-        def load(scratch: Path) -> LanguageModel:
-            from spes_core.hf.export import export
-            from spes_core.runfile import RunFile
-            from workbench.evaluating_model import hf_model
-
-            model_run = RunFile.load(trial_dir / "run.json")
-            export(path, scratch / "export", run=model_run, tokenizer=Path(model_run.data_dir))
-            return hf_model(scratch / "export", options.device, options.dtype)
-
-        return load
-
-    make, file = (exported, HF_FILE) if options.hf else (own, FILE)
-    models = {path.name: make(path) for path in files}
+    models = {path.name: own(path) for path in files}
+    file = HF_FILE if options.hf else FILE
     return Target(folder=trial_dir, file=file, weights=weights_digests(files), models=models, is_trial=True)
 
 

@@ -17,6 +17,7 @@ from spes_core.checkpoint import WeightsFile, check_forms
 from spes_core.config import ComputeConfig, FrozenConfig
 from spes_core.data import vocabulary
 from spes_core.errors import DataError
+from spes_core.hf.export import export
 from spes_core.initial import fill
 from spes_core.model.counting import tensor_shapes
 from spes_core.model.decoder import Decoder
@@ -86,6 +87,13 @@ def corpus_tokens(data_dir: Path) -> Tokens:
         end=vocabulary.END_OF_TEXT_ID,
         end_text=vocabulary.END_OF_TEXT,
     )
+
+
+def exported_model(trial_dir: Path, weights: Path, folder: Path, device: str, dtype: Precision) -> LanguageModel:
+    """A trial's weights exported to ``folder``, and read from there by the transformers library."""
+    run = RunFile.load(trial_dir / "run.json")
+    export(weights, folder, run=run, tokenizer=Path(run.data_dir))
+    return hf_model(folder, device, dtype)
 
 
 def hf_model(folder: Path, device: str, dtype: Precision) -> LanguageModel:

@@ -162,8 +162,8 @@ def scores_table(evidence: Evidence) -> Table | None:
         caption="Mean over n seeds of each arm's final weights. s.d. over seeds: sample standard deviation, that is how"
         " much training varies. s.e. over items: standard error of one evaluation, that is how much it would vary"
         " with other items; all arms and seeds answer the same items, so it does not shrink with n. Guessing: expected"
-        " accuracy of a random choice. The mean of the tasks is over all of which any arm has a score, for arms and seeds"
-        " that have every one of them. acc_norm divides an answer's log-likelihood by its length in characters.",
+        " accuracy of a random choice. The mean of the tasks is over all that any arm has a score of, for arms and"
+        " seeds with every one. acc_norm divides an answer's log-likelihood by its length in characters.",
         frame=pd.DataFrame(rows),
         columns=(
             Column(key="task", heading="task", show=text, align="left"),
