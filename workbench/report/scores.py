@@ -255,7 +255,8 @@ def scores_figure(analysis: Analysis) -> Figure | None:
         id="scores",
         title="Scores on evaluation tasks",
         caption=f"{'Large marks: means over seeds, small dots: seeds. ' if several else ''}Grey line: one item standard"
-        " error to either side, from one evaluation. Vertical tick: guessing.",
+        " error to either side, from one evaluation. Vertical tick: guessing."
+        + (" Of a swept arm: its sweet spot, or else its best point." if evidence.x_values else ""),
         alt="Scores by task. Highest: "
         + "; ".join(f"{task}: {label} {value:.3f}" for task, (value, label) in best.items()),
         data=pd.DataFrame(rows),
@@ -280,7 +281,7 @@ def _draw(evidence: Evidence, chosen: Sequence[tuple[Cell, list[Score]]], layout
                 ends = [centre - score.item_error, centre + score.item_error]
                 axes.plot(ends, [y, y], color=ink.MUTED, linewidth=0.9, alpha=0.6, solid_capstyle="butt", zorder=1.5)
             if len(values) > 1:
-                dots = {"linestyle": "none", "marker": "o", "markersize": 3.2, "markeredgewidth": 0}
+                dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3.2, "markeredgewidth": 0}
                 axes.plot(values, [y] * len(values), color=style.colour, alpha=0.55, zorder=2, **dots)
             axes.plot([centre], [y], linestyle="none", zorder=2.5, **ink.marker_style(style, 5.0))
     for index, task in enumerate(tasks):
