@@ -102,13 +102,9 @@ def hf_model(folder: Path, device: str, dtype: Precision) -> LanguageModel:
 
     place = _device(device)
     try:
-        automatic: Any = transformers.AutoModelForCausalLM
-        model: Any = automatic.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
-        )
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        local: Any = {"local_files_only": True, "trust_remote_code": False}
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **local)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, **local)
     except Exception as error:
         # transformers raises many types for files that it cannot read.
         raise DataError(f"{folder} holds no model that can be read: {' '.join(str(error).split())[:300]}") from error

@@ -131,13 +131,13 @@ def test_a_task_that_cannot_be_loaded_is_missing_and_stops_no_other(
 def test_weights_of_nodes_that_never_exchanged_count_by_their_mean(
     tmp_path: Path, corpus: Path, data_dir: Path
 ) -> None:
-    trial = write_trial(tmp_path / "local", corpus, seeds=(3, 4, 5, 6))
+    trial = write_trial(tmp_path / "local", corpus, seeds=(5, 6))
     assert main([str(trial), "--data-dir", str(data_dir), "--tasks", "arc_easy"]) == 0
-    single = [write_trial(tmp_path / str(seed), corpus, seeds=(seed,)) for seed in (3, 4, 5, 6)]
+    single = [write_trial(tmp_path / str(seed), corpus, seeds=(seed,)) for seed in (5, 6)]
     for folder in single:
         assert main([str(folder), "--data-dir", str(data_dir), "--tasks", "arc_easy"]) == 0
     scores = [stored(folder)["metrics"]["lm_eval/arc_easy/acc_norm"] for folder in single]
-    assert stored(trial)["metrics"]["lm_eval/arc_easy/acc_norm"] == pytest.approx(sum(scores) / 4)
+    assert stored(trial)["metrics"]["lm_eval/arc_easy/acc_norm"] == pytest.approx(sum(scores) / 2)
     assert len(set(scores)) > 1
 
 

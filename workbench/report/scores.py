@@ -111,7 +111,7 @@ def _scores(cell: Cell, task: str) -> list[Score]:
 def _is_headline(score: Score) -> bool:
     names = list(score.entry["metrics"])
     wanted = score.entry["headline"]
-    return score.metric == (wanted if wanted in names else names[0])
+    return bool(score.metric == (wanted if wanted in names else names[0]))
 
 
 def _average(scores: Sequence[Score]) -> Score | None:
