@@ -57,13 +57,17 @@ class Target:
     """How to load each; takes an empty folder to work in."""
     is_trial: bool
 
+    @property
+    def enters_result(self) -> bool:
+        """Whether the scores belong to the trial's result."""
+        return self.is_trial and self.file == FILE
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit code."""
     options = _parser().parse_args(arguments)
     if options.die_with_parent:
         die_with_parent()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return run(options)
     except StudyError as error:
@@ -97,18 +101,18 @@ def run(options: argparse.Namespace) -> int:
         leaves = {leaf.label for task in tasks for leaf in task.leaves}
         if todo:
             print(f"{len(todo)} of {len(leaves)} tasks to run, with {len(target.weights)} weights file(s)", flush=True)
-            _evaluate(target, todo, settings, options.device, book, tasks)
+            _evaluate(target, todo, settings, book, tasks)
         else:
             print(f"all {len(leaves)} tasks are in {target.file} already; nothing is run", flush=True)
         book.show(tasks)
-        book.store(into_result=target.is_trial and target.file == FILE)
+        book.store(into_result=target.enters_result)
     entries = {task.label: book.entries[task.label] for task in tasks}
     _print(target, entries)
     return DONE if all(entry["status"] == "done" for entry in entries.values()) else SOME_MISSING
 
 
 def _evaluate(
-    target: Target, todo: Sequence[Task], settings: Evaluation, device: str, book: ScoreBook, tasks: Sequence[Task]
+    target: Target, todo: Sequence[Task], settings: Evaluation, book: ScoreBook, tasks: Sequence[Task]
 ) -> None:
     """Run every task on every weights file; what is complete is stored at once: a stop loses one task at most."""
     if settings.data_dir is not None:
@@ -139,7 +143,7 @@ def _evaluate(
                 if len(found[task.label]) == len(target.models):
                     book.add(task, settings, over_nodes(found[task.label]))
                     book.show(tasks, only_known=True)
-                    book.store(into_result=False)
+                    book.store(into_result=target.enters_result)
 
 
 def _reason(error: Exception) -> str:
@@ -163,27 +167,17 @@ def _target(options: argparse.Namespace) -> Target:
     files = weights_files(trial_dir)
 
     def own(path: Path) -> Callable[[Path], LanguageModel]:
-        def load(_: Path) -> LanguageModel:
-            from workbench.evaluating_model import trial_model
+        def load(scratch: Path) -> LanguageModel:
+            from workbench.evaluating_model import exported_model, trial_model
 
+            if options.hf:
+                return exported_model(trial_dir, path, scratch / "export", options.device, options.dtype)
             return trial_model(trial_dir, path, options.device, options.dtype)
 
         return load
 
-    def exported(path: Path) -> Callable[[Path], LanguageModel]:
-        def load(scratch: Path) -> LanguageModel:
-            from spes_core.hf.export import export
-            from spes_core.runfile import RunFile
-            from workbench.evaluating_model import hf_model
-
-            model_run = RunFile.load(trial_dir / "run.json")
-            export(path, scratch / "export", run=model_run, tokenizer=Path(model_run.data_dir))
-            return hf_model(scratch / "export", options.device, options.dtype)
-
-        return load
-
-    make, file = (exported, HF_FILE) if options.hf else (own, FILE)
-    models = {path.name: make(path) for path in files}
+    models = {path.name: own(path) for path in files}
+    file = HF_FILE if options.hf else FILE
     return Target(folder=trial_dir, file=file, weights=weights_digests(files), models=models, is_trial=True)
 
 
@@ -263,4 +257,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that what is in scratch is removed
     sys.exit(main())

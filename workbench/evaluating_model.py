@@ -17,6 +17,7 @@ from spes_core.checkpoint import WeightsFile, check_forms
 from spes_core.config import ComputeConfig, FrozenConfig
 from spes_core.data import vocabulary
 from spes_core.errors import DataError
+from spes_core.hf.export import export
 from spes_core.initial import fill
 from spes_core.model.counting import tensor_shapes
 from spes_core.model.decoder import Decoder
@@ -88,19 +89,22 @@ def corpus_tokens(data_dir: Path) -> Tokens:
     )
 
 
+def exported_model(trial_dir: Path, weights: Path, folder: Path, device: str, dtype: Precision) -> LanguageModel:
+    """A trial's weights exported to ``folder``, and read from there by the transformers library."""
+    run = RunFile.load(trial_dir / "run.json")
+    export(weights, folder, run=run, tokenizer=Path(run.data_dir))
+    return hf_model(folder, device, dtype)
+
+
 def hf_model(folder: Path, device: str, dtype: Precision) -> LanguageModel:
     """A causal model in Hugging Face format, by the transformers library, without remote code. Raises DataError."""
     import transformers
 
     place = _device(device)
     try:
-        automatic: Any = transformers.AutoModelForCausalLM
-        model: Any = automatic.from_pretrained(
-            folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
-        )
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        local: Any = {"local_files_only": True, "trust_remote_code": False}
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **local)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder, **local)
     except Exception as error:
         # transformers raises many types for files that it cannot read.
         raise DataError(f"{folder} holds no model that can be read: {' '.join(str(error).split())[:300]}") from error

@@ -65,7 +65,7 @@ _FILES = {
 _FOLDERS = {"mrpc": "glue_mrpc", "rte": "glue_rte", "sst2": "glue_sst2"}
 """Folder of a task's copy where it has another name."""
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
-_NAMED = re.compile(rb"^(?:task|group):[ \t]*[\"']?([\w.+/-]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
+_NAMED = re.compile(rb"^[\"']?(?:task|group)[\"']?:[ \t]*[\"']?([\w.+/-]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
 _SPEC = re.compile(r"(?P<name>[\w.+/-]+?)(?::(?P<shots>\d{1,3}))?")
 _INSTALL = "lm-eval is not installed: pip install 'spes-workbench[evaluation]'"
 

@@ -111,7 +111,7 @@ def _scores(cell: Cell, task: str) -> list[Score]:
 def _is_headline(score: Score) -> bool:
     names = list(score.entry["metrics"])
     wanted = score.entry["headline"]
-    return score.metric == (wanted if wanted in names else names[0])
+    return bool(score.metric == (wanted if wanted in names else names[0]))
 
 
 def _average(scores: Sequence[Score]) -> Score | None:
@@ -162,8 +162,8 @@ def scores_table(evidence: Evidence) -> Table | None:
         caption="Mean over n seeds of each arm's final weights. s.d. over seeds: sample standard deviation, that is how"
         " much training varies. s.e. over items: standard error of one evaluation, that is how much it would vary"
         " with other items; all arms and seeds answer the same items, so it does not shrink with n. Guessing: expected"
-        " accuracy of a random choice. The mean of the tasks is over all of which any arm has a score, for arms and seeds"
-        " that have every one of them. acc_norm divides an answer's log-likelihood by its length in characters.",
+        " accuracy of a random choice. The mean of the tasks is over all that any arm has a score of, for arms and"
+        " seeds with every one. acc_norm divides an answer's log-likelihood by its length in characters.",
         frame=pd.DataFrame(rows),
         columns=(
             Column(key="task", heading="task", show=text, align="left"),
@@ -255,7 +255,8 @@ def scores_figure(analysis: Analysis) -> Figure | None:
         id="scores",
         title="Scores on evaluation tasks",
         caption=f"{'Large marks: means over seeds, small dots: seeds. ' if several else ''}Grey line: one item standard"
-        " error to either side, from one evaluation. Vertical tick: guessing.",
+        " error to either side, from one evaluation. Vertical tick: guessing."
+        + (" Of a swept arm: its sweet spot, or else its best point." if evidence.x_values else ""),
         alt="Scores by task. Highest: "
         + "; ".join(f"{task}: {label} {value:.3f}" for task, (value, label) in best.items()),
         data=pd.DataFrame(rows),
@@ -280,7 +281,7 @@ def _draw(evidence: Evidence, chosen: Sequence[tuple[Cell, list[Score]]], layout
                 ends = [centre - score.item_error, centre + score.item_error]
                 axes.plot(ends, [y, y], color=ink.MUTED, linewidth=0.9, alpha=0.6, solid_capstyle="butt", zorder=1.5)
             if len(values) > 1:
-                dots = {"linestyle": "none", "marker": "o", "markersize": 3.2, "markeredgewidth": 0}
+                dots: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3.2, "markeredgewidth": 0}
                 axes.plot(values, [y] * len(values), color=style.colour, alpha=0.55, zorder=2, **dots)
             axes.plot([centre], [y], linestyle="none", zorder=2.5, **ink.marker_style(style, 5.0))
     for index, task in enumerate(tasks):
