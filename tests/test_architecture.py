@@ -32,6 +32,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "errors",
             "structure",
             "config",
+            "dataconfig",
             "runfile",
             "names",
             "partition",
