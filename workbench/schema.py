@@ -53,7 +53,10 @@ def study_schema() -> Schema:
 
 def setting_paths() -> list[str]:
     """Every setting of a run that a study may name, and every group of them; seeds belong to the study."""
-    found = [path for path, _ in leaves(to_dict(RunConfig())) if path != "seed"]
+    tree = to_dict(RunConfig())
+    found = [path for path, _ in leaves(tree) if path != "seed"]
+    groups = {group: part for group, part in tree.items() if isinstance(part, dict)}
+    found += [f"{group}.{name}" for group, part in groups.items() for name, value in part.items() if value == {}]
     return [*found, *dict.fromkeys(path.split(".")[0] for path in found if "." in path)]
 
 
