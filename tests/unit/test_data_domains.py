@@ -199,7 +199,8 @@ def test_a_study_file_names_domains_and_their_mistakes(tmp_path: Path) -> None:
     path = tmp_path / "mixture.yaml"
     path.write_text(
         "schema: 1\nname: mixture\nquestion: Why?\ndefaults: [model/tiny, data/default, launcher/local]\n"
-        "run:\n  data:\n    domains:\n      code: {corpus: stdlib, weight: 1}\n      wiki: {corpus: wiki.jsonl, weight: 2}\n"
+        "run:\n  data:\n    domains:\n      code: {corpus: stdlib, weight: 1}\n"
+        "      wiki: {corpus: wiki.jsonl, weight: 2}\n"
         "arms: {spes: {method: spes}}\n"
     )
     (variant,) = expand(read_study(path))
