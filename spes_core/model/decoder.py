@@ -213,7 +213,7 @@ class DecoderLayer(nn.Module):
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor],
         other_tokens_E: Tensor | None,
-        mask_B1TT: Tensor | None,
+        mask_B1TT: Tensor | None = None,
     ) -> LayerOutput:
         x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.norm_eps), rotation, mask_B1TT)
         y_ND = rms_norm(x_BTD, self.moe_norm, self.norm_eps).flatten(0, 1)
