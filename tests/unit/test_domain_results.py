@@ -17,11 +17,12 @@ from workbench.errors import StudyError
 from workbench.metrics import domain_of, is_metric, unit
 from workbench.recording import Recording
 from workbench.report import domains
+from workbench.report.captions import unigram_entropy
 from workbench.report.compose import compose
 from workbench.report.document import PAGE, PHONE, Figure, Table
 from workbench.report.evidence import read
 from workbench.report.findings import analyse
-from workbench.report.printing import metric_label
+from workbench.report.printing import axis_value, metric_label
 from workbench.results import compute_metrics
 from workbench.spec import read_study
 from workbench.tracking import run_metrics
@@ -75,6 +76,7 @@ def test_metrics_of_a_domain_have_names_units_and_labels() -> None:
     assert not is_metric("eval/loss/") and not is_metric("train/loss/wiki") and domain_of("eval/loss") is None
     assert unit("eval/bits_per_byte/wiki") == "bits/byte"
     assert metric_label("eval/loss/wiki") == "validation loss on wiki (nats per token)"
+    assert axis_value([{"wiki": 1.0, "code": 0.5}, {"code": 2.0}]) == "wiki 1, code 0.5; code 2"
 
 
 def test_the_primary_metric_may_be_of_one_domain_that_every_arm_has() -> None:
@@ -145,6 +147,12 @@ def test_the_report_has_every_domain_s_losses_and_differences(study: Path) -> No
         titles = [axes.get_title(loc="left") for axes in figure.draw(layout).axes]
         assert titles == ["wiki", "code"]
     assert "domains" in [part.id for part in compose(read(study), study).sections]
+
+
+def test_the_entropy_of_all_text_by_size_is_no_baseline_for_domains_in_equal_parts(study: Path, tmp_path: Path) -> None:
+    plain = made_up.write_study(tmp_path / "plain", intervals=(10,), seeds=(0,), curve_points=3)
+    assert unigram_entropy(read(plain)) == made_up.UNIGRAM_NATS
+    assert unigram_entropy(read(study)) is None
 
 
 def test_without_domains_the_report_says_nothing_of_them(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -84,6 +84,8 @@ def axis_value(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, str) and value.startswith("/"):
         return PurePath(value).name
+    if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+        return "; ".join(", ".join(f"{name} {axis_value(part)}" for name, part in item.items()) for item in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
