@@ -197,11 +197,12 @@ class Search:
 def read_search(
     keys: SearchKeys, arms: Mapping[str, str], seeds: tuple[int, ...], searched: Tree, problems: list[Problem]
 ) -> Search | None:
-    """The search that the keys describe; None, with the reasons in ``problems``, when it cannot be.
+    """The search that the keys describe, without what is wrong in it; None when that leaves no arm or axis.
+
+    The reasons are appended to ``problems``.
 
     ``arms``: role by name. ``searched``: the own sweep of each arm that has one.
     """
-    before = len(problems)
     arm = _arm(keys.arm, arms, problems)
     if arm in searched:
         problems.append(Problem(f"arms.{arm}.sweep", "must be left out: search.space says what varies in this arm"))
@@ -220,7 +221,7 @@ def read_search(
         problems.append(Problem("search.n_trials", f"({keys.n_trials}) must be at least 1"))
     problems += [*_constraint_rules(constraints, arms), *_pruner_rules(keys, objectives, seeds)]
     problems += _confirm_rules(keys.confirm, seeds)
-    if len(problems) > before or arm is None:
+    if arm is None or not axes:
         return None
     return Search(
         arm=arm,
@@ -239,6 +240,8 @@ def _arm(name: str | None, arms: Mapping[str, str], problems: list[Problem]) -> 
     treatments = [arm for arm, role in arms.items() if role == "treatment"]
     if name is None and len(treatments) == 1:
         return treatments[0]
+    if name is None and "unknown" in arms.values():
+        return None
     if name is None:
         message = f"is missing: it names the arm that is searched, and {len(treatments)} arms have role treatment"
         problems.append(Problem("search.arm", message))
@@ -346,7 +349,7 @@ def _constraint_rules(constraints: tuple[Constraint, ...], arms: Mapping[str, st
         if constraint.tolerance is not None and constraint.tolerance < 0:
             where = f"search.constraints[{index}].tolerance"
             yield Problem(where, f"({constraint.tolerance:g}) must not be negative")
-        if constraint.tolerance is not None and "reference" not in arms.values():
+        if constraint.tolerance is not None and not {"reference", "unknown"} & {*arms.values()}:
             yield Problem(f"search.constraints[{index}].tolerance", "needs an arm of role reference; add one")
 
 
