@@ -17,7 +17,8 @@ from workbench.trees import Tree, covers
 T = TypeVar("T")
 _MOST_REPRESENTATIVES = 64
 _MOST_CORNER_AXES = 6
-_CORPUS = ("data.corpus", "data.tokenizer_vocab_size", "data.validation_fraction")
+CORPUS = ("data.corpus", "data.tokenizer_vocab_size", "data.validation_fraction")
+"""Settings that cannot be searched: each makes another corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +26,9 @@ class Range:
     """Numbers from ``low`` to ``high``, both included."""
 
     low: float
+    """Smallest value."""
     high: float
+    """Largest value."""
     step: float | None = None
     """Distance between neighbours; null for 1 in whole numbers, for none in others."""
     log: bool = False
@@ -95,7 +98,9 @@ class Objective:
     """A metric that is made as good as can be, as its mean over the seeds."""
 
     metric: str
+    """Its name in result.json."""
     goal: Literal["minimize", "maximize"] = "minimize"
+    """Which direction is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,7 @@ class Constraint:
     """What a point must keep; one of the three limits is given. The mean over seeds counts."""
 
     metric: str
+    """Its name in result.json."""
     tolerance: float | None = None
     """At most (1 + tolerance) times the reference's value with the same seed."""
     at_most: float | None = None
@@ -267,7 +273,7 @@ def _axes(space: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _axis(path: str, value: Any, problems: list[Problem]) -> Axis | None:
     where, before = f"search.space.{path}", len(problems)
-    if any(covers(path, fixed) for fixed in _CORPUS):
+    if any(covers(path, fixed) for fixed in CORPUS):
         problems.append(Problem(where, "cannot be searched: it makes another corpus; give each corpus a study"))
     if isinstance(value, Mapping):
         return _range_axis(path, value, problems)
