@@ -1,6 +1,5 @@
 """The JSON Schema of a study file, for editors: generated from the dataclasses that read it.
 
-
 Keys, types, choices, defaults and descriptions are those of the dataclasses and of the docstrings under their fields,
 and the range of a setting is that of the rules. Rules that tie settings together are not in it: the study's own reader
 has them. What YAML 1.2 takes for text where YAML 1.1 has numbers (640_000) passes as a number.
