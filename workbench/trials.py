@@ -123,7 +123,7 @@ def _mistakes_between(
         *differences(study, known, open_paths | failed),
         *_several_references(study, known),
     ]
-    is_whole = len(study.arms) == len(study.composition.tree.get("arms") or ())
+    is_whole = {run.arm.name for run in all_runs} == set(study.composition.tree.get("arms") or ())
     x = study.report.x
     if x is not None and is_setting(x) and is_whole and not is_open(x, open_paths):
         mistakes += _unswept_x(study, all_runs)

@@ -196,3 +196,26 @@ def test_a_file_with_every_kind_of_mistake_gets_one_list_of_them(
         assert len(of(found, changes[name][2])) == 1, (name, found)
     assert len(found) == len(names), found
     assert all(line.startswith("FILE:") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "words"),
+    [
+        (SOUND, "run:\n", "rnu:\n", 'rnu is not a setting; did you mean "run"?'),
+        (SOUND, "spes: {method: spes, model: {}}", "spes: {method: spess, model: {num_layers: 3}}", "names no config"),
+        (SOUND, "method: spes, model: {}}", "method: spes, model: {}, nodse: 3}", 'did you mean "nodes"?'),
+        (SOUND, "model/tiny", "model/7bb", "names no config of the group model"),
+        (SOUND, "equal: [", "equall: [", 'did you mean "equal"?'),
+        (SOUND, "grid: {sync.interval_steps: [5, 10]", "grid: {sync.interval_steps: 5", "(5) must be a list"),
+        (SOUND, "  nodes: 4", "  nodes: 4\n  nodes: 3", "run.nodes is given twice, first on line 6"),
+        (SOUND, "  spes:", "  sp/es:", "must be made of at most 80 letters"),
+        (SOUND, "exclude: [", "exclude: [{merge.alpha: 0.1}, {merge.alpha: 0.2}, ", "has no point left"),
+        (SEARCH, "role: reference", "role: referenc", 'did you mean "reference"?'),
+        (SEARCH, "spes: {method: spes}", "spes: 5", "must be a mapping such as {method: spes}"),
+    ],
+)
+def test_what_depends_on_a_mistake_is_not_told(tmp_path: Path, text: str, old: str, new: str, words: str) -> None:
+    """A misspelt section, a model that is not known, an axis that cannot be read: rules about them wait."""
+    assert old in text
+    found = listed(tmp_path, text.replace(old, new, 1))
+    assert found and all(words in line for line in found), found
