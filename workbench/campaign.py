@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from workbench.corpora import PreparedCorpus
 from workbench.dryrun import axis_paths, axis_text
+from workbench.durable import read_mapping
+from workbench.evaluating import Evaluations
 from workbench.execute import ExecutionSettings, StopRequest, TrialBusy, run_trial, stop_on_signals
 from workbench.launch.launcher import Launcher
 from workbench.launch.local import open_launcher
@@ -58,12 +60,21 @@ class Campaign:
         self._trials = identify(study, variants, lambda corpus: corpora[corpus].header.digest)
         self._stored: dict[str, Stored] = {trial.id: self._folder.stored(trial) for trial in self._trials}
         self._provenance: dict[str, Any] = collect()
+        self._evaluations = Evaluations(
+            settings=study.evaluation,
+            device=study.launcher.device,
+            threads=study.launcher.threads,
+            timeout_s=study.resources.timeout_s,
+        )
         self._is_new = False
 
     def run(self, *, retry_failed: bool) -> Outcome:
         """Run what is not done, write the report, show the results."""
         self._say_what_stays([trial for trial in self._trials if self._is_pending(trial, retry_failed)])
         self._write_study()
+        if self._evaluate_earlier(retry_failed):
+            print("interrupted; the same command continues", flush=True)
+            return "interrupted"
         batches = self._batches(retry_failed)
         first = next(batches, None)
         if first is not None and self._run_trials(chain([first], batches), self._expected(first)):
@@ -75,6 +86,7 @@ class Campaign:
         if first is not None or self._is_new or not self._folder.is_older_than(report, self._trials):
             report = render_report(self._folder.path, self._report_dir)
         self._show_results()
+        self._evaluations.say_missing(self._trial_dirs())
         print(f"report: {_shown(report)}")
         return "done" if all(stored.status == "done" for stored in self._stored.values()) else "some failed"
 
@@ -86,6 +98,18 @@ class Campaign:
     def _expected(self, first: Sequence[Trial]) -> int:
         """How many trials there are to run, or how many at most."""
         return len(first)
+
+    def _trial_dirs(self) -> list[Path]:
+        """The folders of all trials that study.json names."""
+        entries = read_mapping(self._folder.path / "study.json").get("trials") or ()
+        return [self._folder.path / "trials" / entry["name"] for entry in entries]
+
+    def _evaluate_earlier(self, retry_failed: bool) -> bool:
+        """Evaluate trials that are done and lack scores, without training them again; whether the user stopped it."""
+        with stop_on_signals() as stop_request:
+            if self._evaluations.catch_up(self._trial_dirs(), lambda: stop_request.made, retry=retry_failed):
+                self._stored = {trial.id: self._folder.stored(trial) for trial in self._trials}
+            return stop_request.made
 
     def _write_study(self) -> None:
         is_news = self._folder.write_study(self._study, self._trials, self._command, self._provenance)
@@ -157,6 +181,7 @@ class Campaign:
                 return Stored(status="busy", result={"error": {"message": str(error)}})
             if not died_silently(result):
                 break
+        result = self._evaluations.complete(self._folder.trial_dir(trial), result, lambda: stop_request.made)
         return Stored(status=result["status"], result=result)
 
     def _show_results(self) -> None:

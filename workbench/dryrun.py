@@ -133,6 +133,8 @@ def _notes(
 ) -> list[str]:
     to_run = sum(status.startswith("will run") for status in statuses)
     notes = [f"{to_run} of {len(variants)} trials will run{' before the search' if study.search else ''}."]
+    if study.evaluation.tasks:
+        notes.append(f"Each is then scored on {', '.join(study.evaluation.tasks)}, where it is not yet.")
     if any("not prepared" in status for status in statuses):
         notes.append("The corpus is not prepared yet: trials get their ids when the study runs.")
     if warning := merge_warning(variants):

@@ -120,7 +120,7 @@ def run_trial(
         with stop_on_signals() as stop_request:
             return run_trial(trial, trial_dir, settings, launcher, on_progress, stop_request)
     trial_dir.mkdir(parents=True, exist_ok=True)
-    with _exclusive(trial_dir):
+    with exclusive(trial_dir):
         stored = read_mapping(trial_dir / "result.json")
         if stored.get("status") == "done":
             return stored
@@ -317,7 +317,7 @@ def _interruption(by: str) -> Failure:
 
 
 @contextmanager
-def _exclusive(trial_dir: Path) -> Iterator[None]:
+def exclusive(trial_dir: Path) -> Iterator[None]:
     """Hold the trial's folder; the system lets go when this process dies."""
     folder = os.open(trial_dir, os.O_RDONLY)
     try:

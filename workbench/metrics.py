@@ -3,11 +3,17 @@
 GB is 1e9 bytes. A metric that cannot be computed (a trial that failed early, a method without rounds) is absent. Where
 gradients are exchanged at every step, bytes follow from the formula of a ring, and the speed of computing alone and the
 shares of the time are absent: the exchange runs inside the step.
+
+Scores of an evaluation are called lm_eval/<task>/<metric>, their standard errors lm_eval/<task>/<metric>_stderr.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+SCORE = re.compile(r"lm_eval/[\w.+-]+(?::\d+)?/[\w.+-]+")
+"""Names of scores, which are as many as there are tasks."""
 
 
 @dataclass(frozen=True)
@@ -56,3 +62,8 @@ METRICS: dict[str, Metric] = {
     "merge/count": Metric("1", "rounds in which experts were merged"),
     "moe/load_imbalance": Metric("1", "largest over mean expert load, mean over layers, at the last training event"),
 }
+
+
+def is_metric(name: str) -> bool:
+    """Whether a result can have a metric of this name."""
+    return name in METRICS or SCORE.fullmatch(name) is not None

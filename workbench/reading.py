@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import StudyError
-from workbench.metrics import METRICS
+from workbench.metrics import METRICS, is_metric
 from workbench.summaries import Summary, read_study_file, summaries
 from workbench.sweep import axis_label, value_text
 from workbench.terminal import print_table
@@ -148,7 +148,7 @@ def _interval(values: Sequence[float], form: str = "{:.5g}") -> str:
 def _chosen(study_dir: Path, metrics: Sequence[str]) -> list[str]:
     from spes_core.structure import nearest
 
-    unknown = [name for name in metrics if name not in METRICS]
+    unknown = [name for name in metrics if not is_metric(name)]
     if unknown:
         raise StudyError([f"({name}) is not a metric{nearest(name, METRICS)}" for name in unknown])
     primary = read_study_file(study_dir)["metrics"]["primary"]["name"]

@@ -1,7 +1,7 @@
 """result.json of one trial, computed from the files of its folder and nothing else.
 
-Read: trial.json, run.json, outcome.json, events/*.jsonl. Everything can be recomputed at any time, and a trial that
-failed early has fewer numbers, never an exception. What the metrics mean is said in `workbench.metrics`.
+Read: trial.json, run.json, outcome.json, events/*.jsonl, evaluation.json. Everything can be recomputed at any time,
+and a trial that failed early has fewer numbers, never an exception. What metrics mean is said in `workbench.metrics`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from spes_core.config import RunConfig, to_dict
 from spes_core.model import counting
 from spes_core.runfile import RunFile
 from workbench.curves import train_curve, validation_curve
-from workbench.durable import read_json
+from workbench.durable import read_json, read_mapping
+from workbench.evaluating_scores import FILE as EVALUATION
+from workbench.evaluating_scores import with_scores
 from workbench.metrics import METRICS
 from workbench.plan import round_transfer_s
 from workbench.recording import Recording, largest, last, mean_of, total
@@ -78,7 +80,7 @@ def build_result(trial_dir: Path) -> dict[str, Any]:
         "provenance": about["provenance"],
     }
     cleaned: dict[str, Any] = _without_non_finite(result)
-    return cleaned
+    return with_scores(cleaned, read_mapping(trial_dir / EVALUATION))
 
 
 def compute_metrics(

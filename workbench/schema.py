@@ -21,7 +21,7 @@ from spes_core import rules
 from spes_core.config import RunConfig, to_dict
 from workbench.compose import NAME
 from workbench.groups import group_names, group_options
-from workbench.metrics import METRICS
+from workbench.metrics import METRICS, SCORE
 from workbench.searchspace import CORPUS, Confirm, Constraint, Objective, Range, SearchKeys
 from workbench.settings import PrimaryMetric, ReportSettings, Resources
 from workbench.spec import ArmKeys, StudyKeys
@@ -120,13 +120,14 @@ def _first_line(hint: Any) -> str:
 def _special(kind: type, name: str) -> Schema | None:
     """Values that are texts or mappings to the reader, and choices to whoever writes them."""
     paths: Schema = {"enum": setting_paths()}
+    metrics: Schema = {"anyOf": [{"enum": list(METRICS)}, {"pattern": f"^{SCORE.pattern}$"}]}
     special: dict[tuple[type, str], Schema] = {
         (StudyKeys, "equal"): {"type": "array", "items": paths},
         (ReportSettings, "x"): {"enum": [*setting_paths(), None]},
-        (PrimaryMetric, "name"): {"enum": list(METRICS)},
+        (PrimaryMetric, "name"): metrics,
         (Resources, "timeout"): _DURATION,
-        (Objective, "metric"): {"enum": list(METRICS)},
-        (Constraint, "metric"): {"enum": list(METRICS)},
+        (Objective, "metric"): metrics,
+        (Constraint, "metric"): metrics,
         (SearchKeys, "n_trials"): {**_INTEGER, "minimum": 1},
         (Confirm, "top"): {**_INTEGER, "minimum": 1},
         (Confirm, "seeds"): {"type": "array", "items": {**_INTEGER, "minimum": 0}, "uniqueItems": True},

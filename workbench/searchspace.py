@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from spes_core.errors import ConfigError, Problem
 from spes_core.structure import build, nearest
-from workbench.metrics import METRICS
+from workbench.metrics import METRICS, is_metric
 from workbench.sweep import Sweep, read_values, value_text
 from workbench.trees import Tree, covers
 
@@ -341,7 +341,7 @@ def _typed(kind: type[T], tree: Any, where: str, problems: list[Problem]) -> T |
         problems += error.problems
         return None
     metric = getattr(part, "metric", None)
-    if metric is not None and metric not in METRICS:
+    if metric is not None and not is_metric(metric):
         problems.append(Problem(f"{where}.metric", f"({metric}) is not a metric{nearest(metric, METRICS)}"))
         return None
     return part

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from spes_core.errors import Problem
+from spes_core.errors import DataError, Problem
+from workbench.evaluating_tasks import mistakes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,44 @@ class Resources:
                 yield Problem("resources.timeout", f"({self.timeout}) must be above 0")
         except ValueError as error:
             yield Problem("resources.timeout", str(error))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What lm-eval scores the final weights of a trial on. It changes no trial, and is outside a trial's identity."""
+
+    tasks: tuple[str, ...] = ()
+    """Tasks by lm-eval's names, NAME:SHOTS for other shots than the task's own; "spes_suite" is the paper's nine,
+    "blimp" the mean over 67 paradigms. Empty for none."""
+    data_dir: str | None = None
+    """Folder of offline copies, <task>/<split>.jsonl.gz; null takes data from the hub."""
+    limit: int | None = None
+    """Only the first items of each task; null for all."""
+    batch_size: int = 16
+    """Texts in one forward pass; it changes scores by rounding only."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and products. Probabilities are float32 always."""
+
+    @property
+    def folder(self) -> Path | None:
+        """`data_dir` as a path."""
+        return None if self.data_dir is None else Path(self.data_dir)
+
+    def problems(self, *, asked: bool = False) -> Iterator[Problem]:
+        """The rules that these settings break; with ``asked`` one is that there must be tasks."""
+        if asked and not self.tasks:
+            yield Problem("evaluation.tasks", "must name at least one task, such as arc_easy, spes_suite or blimp")
+        if self.batch_size < 1:
+            yield Problem("evaluation.batch_size", f"({self.batch_size}) must be at least 1")
+        if self.limit is not None and self.limit < 2:
+            yield Problem("evaluation.limit", f"({self.limit}) must be at least 2: one item has no standard error")
+        if self.folder is not None and not self.folder.is_dir():
+            yield Problem("evaluation.data_dir", f"({self.data_dir}) is no folder; leave it out to use the hub")
+        try:
+            for index, reason in mistakes(self.tasks):
+                yield Problem(f"evaluation.tasks[{index}]", reason)
+        except DataError as error:
+            yield Problem("evaluation.tasks", f"cannot be run: {error}")
 
 
 @dataclass(frozen=True, kw_only=True)

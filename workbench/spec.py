@@ -13,9 +13,9 @@ from spes_core.rules import named_paths
 from spes_core.structure import build, nearest
 from workbench.compose import NAME, Composition, compose_study
 from workbench.doubt import certain_exclusions, is_leaf, is_setting, places, within
-from workbench.metrics import METRICS
+from workbench.metrics import METRICS, is_metric
 from workbench.searchspace import Search, SearchKeys, read_search
-from workbench.settings import Hardware, Launcher, Metrics, ReportSettings, Resources
+from workbench.settings import Evaluation, Hardware, Launcher, Metrics, ReportSettings, Resources
 from workbench.sweep import Sweep, SweepKeys, combine, read_axes
 from workbench.trees import Tree, covers, leaves, lookup, merge, without
 
@@ -55,6 +55,7 @@ class Study:
     report: ReportSettings
     launcher: Launcher
     hardware: Hardware
+    evaluation: Evaluation
     composition: Composition
     search: Search | None = None
     mistakes: tuple[str, ...] = ()
@@ -122,6 +123,7 @@ class StudyKeys:
     report: ReportSettings = field(default_factory=ReportSettings)
     launcher: Launcher = field(default_factory=Launcher)
     hardware: Hardware = field(default_factory=Hardware)
+    evaluation: Evaluation = field(default_factory=Evaluation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +168,7 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         report=keys.report,
         launcher=keys.launcher,
         hardware=keys.hardware,
+        evaluation=keys.evaluation,
         composition=composition,
         search=search,
         mistakes=(*composition.mistakes, *lines),
@@ -250,7 +253,7 @@ def _broken_rules(keys: StudyKeys) -> Iterator[Problem]:
     for index, path in enumerate(keys.equal):
         if not is_setting(path):
             yield Problem(f"equal[{index}]", f"({path}) is not a setting of a run{_near(path)}")
-    if (name := keys.metrics.primary.name) not in METRICS:
+    if not is_metric(name := keys.metrics.primary.name):
         yield Problem("metrics.primary.name", f"({name}) is not a metric{nearest(name, METRICS)}")
     if keys.report.x is not None and not is_setting(keys.report.x):
         yield Problem("report.x", f"({keys.report.x}) is not a setting of a run{_near(keys.report.x)}")
@@ -258,6 +261,7 @@ def _broken_rules(keys: StudyKeys) -> Iterator[Problem]:
     yield from keys.report.problems()
     yield from keys.launcher.problems()
     yield from keys.hardware.problems()
+    yield from keys.evaluation.problems()
 
 
 def _seeds_elsewhere(tree: Tree) -> Iterator[Problem]:

@@ -99,9 +99,18 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Next-token logits (B, T, vocab_size), without gradients: for evaluation and tests; holds all of them."""
-        hidden_BTD = self._run_layers(tokens_BT)[0]
+        return self.unembed(self.hidden(tokens_BT))
+
+    @torch.no_grad()
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """Normalised hidden states (B, T, d_model), without gradients: what `unembed` takes, all or some positions."""
+        return self._run_layers(tokens_BT)[0]
+
+    @torch.no_grad()
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Next-token logits (..., vocab_size) of hidden states (..., d_model), without gradients."""
         unembedding_VD = self.embedding if self.config.tie_embeddings else self.unembedding
-        return linear(hidden_BTD, unembedding_VD.to(hidden_BTD.dtype))
+        return linear(hidden, unembedding_VD.to(hidden.dtype))
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors under their canonical names and in canonical order, as detached views.

@@ -20,7 +20,7 @@ from workbench.statistics import mean
 def load_figure(analysis: Analysis) -> Figure | None:
     """Expert load by layer and expert, one panel per series at its sweet spot (or its best x)."""
     evidence = analysis.evidence
-    chosen = [(cell, load) for cell in _shown_cells(analysis) if (load := cell.done[0].result.get("expert_load"))]
+    chosen = [(cell, load) for cell in shown_cells(analysis) if (load := cell.done[0].result.get("expert_load"))]
     if not chosen:
         return None
     rows = [
@@ -53,7 +53,8 @@ def load_figure(analysis: Analysis) -> Figure | None:
     )
 
 
-def _shown_cells(analysis: Analysis) -> list[Cell]:
+def shown_cells(analysis: Analysis) -> list[Cell]:
+    """One finished cell of each series: its sweet spot, or else its best x."""
     shown = []
     for series in analysis.evidence.series:
         spot, top = analysis.spots.get(series), best(analysis.evidence, analysis.comparisons, series)
