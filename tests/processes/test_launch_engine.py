@@ -27,11 +27,12 @@ from spes_core.config import (
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
 from tests.processes.test_launch import wait_until
-from workbench.execute import ExecutionSettings, StopRequest, keep_resumable, run_trial
+from workbench.execute import ExecutionSettings, keep_resumable, run_trial
 from workbench.execute import prepare as prepare_trial
 from workbench.launch.forkserver import ForkLauncher
 from workbench.processes import ProcessSpec
 from workbench.progress import Progress
+from workbench.stopping import StopRequest
 from workbench.terminal import progress_text
 from workbench.trials import Trial
 

@@ -18,12 +18,13 @@ import pytest
 
 from spes_core.config import DataConfig, ModelConfig, RunConfig, SyncConfig, to_dict
 from spes_core.runfile import RunFile
-from workbench.execute import ExecutionSettings, StopRequest, TrialBusy, run_trial
+from workbench.execute import ExecutionSettings, TrialBusy, run_trial
 from workbench.launch.forkserver import ForkLauncher
 from workbench.launch.launcher import Launcher, LaunchError, Running
 from workbench.processes import ProcessSpec
 from workbench.progress import Progress
 from workbench.results import build_result
+from workbench.stopping import StopRequest
 from workbench.trials import Trial
 
 pytestmark = [
