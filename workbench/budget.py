@@ -145,10 +145,10 @@ def _shortages(
     if need.memory_bytes > budget.memory_bytes:
         stated = resources.memory_gb is not None
         limit = f"({resources.memory_gb:g})" if stated else f"(null: {budget.memory_bytes / 1e9:.3g} GB are free here)"
-        source = "resources.trial_memory_gb" if resources.trial_memory_gb is not None else "is predicted to need"
+        why = "resources.trial_memory_gb" if resources.trial_memory_gb is not None else "the prediction"
         message = (
-            f"{limit} must be at least the {need.memory_bytes / 1e9:.3g} GB of {variant.label} ({source});"
-            " lower nodes or the model, or state here what there is"
+            f"{limit} must be at least the {need.memory_bytes / 1e9:.3g} GB of {variant.label} ({why}); lower nodes or"
+            " the model, or state here what there is"
         )
         yield Problem("resources.memory_gb", message)
     yield from _missing_gpus(needs, resources, launcher, budget)

@@ -169,7 +169,13 @@ class Campaign:
     def _run_trial(
         self, trial: Trial, slot: Slot, launcher: Launcher, lines: PlainLines | LiveLines, stop_request: StopRequest
     ) -> Stored:
-        """Run one trial, again when a process died without a word, as often as the study allows."""
+        """Run one trial, again when a process died without a word, as often as the study allows.
+
+        One that another controller has ended since this one began is not run a second time.
+        """
+        newest = self._folder.stored(trial)
+        if not newest.will_run and newest != self._stored[trial.id]:
+            return newest
         resources, launching = self._study.resources, self._study.launcher
         limit_gb = resources.trial_memory_gb
         settings = ExecutionSettings(
