@@ -20,7 +20,7 @@ _EXCEPTION = re.compile(r"\s*(?:\[rank\d+\]:\s*)?((?!\S*ChildFailedError)[A-Za-z
 """The line of a traceback that names the exception, except torchrun's own, which only says that a rank failed."""
 _OUT_OF_MEMORY = re.compile(
     r"\b(?:OutOfMemoryError|MemoryError|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED)\b"
-    r"|CUDA (?:error: )?out of memory|not enough memory|[Cc]annot allocate memory"
+    r"|CUDA (?:error: )?out of memory|not enough memory|(?:[Cc]annot|can't) allocate memory"
 )
 """What Python, torch, CUDA and the system say when memory has run out."""
 _DIVERGED = re.compile(r"^error: .*\bhas diverged\b")

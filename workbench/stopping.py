@@ -111,28 +111,45 @@ class DivergenceRule:
 class PruningRule:
     """Ends a trial when its validation losses so far, told one by one, are judged hopeless.
 
-    ``is_hopeless`` gets how many multiples of validation.interval_tokens were passed, which points of a search have in
-    common, and the loss; the loss at the last step is not told, as there is nothing left to save.
+    ``is_hopeless`` gets a place k (from 1) and the loss after k × validation.interval_tokens. A run validates after the
+    first round behind such a place, so its loss there is interpolated between the validations around it: otherwise runs
+    with long rounds would look better for being looked at later. What is known at the last step only is not told, as
+    nothing is left to save then.
     """
 
     def __init__(self, config: RunConfig, is_hopeless: Callable[[int, float], bool]) -> None:
         self._config, self._is_hopeless = config, is_hopeless
         self._shares: dict[int, dict[str, tuple[float, float]]] = {}
         """By step and process: (sum of losses, tokens)."""
+        self._former: tuple[int, float] | None = None
+        """Step and loss of the newest validation that all took part in."""
 
     def see(self, events: Events) -> Verdict | None:
         """See `Rule`."""
         config = self._config
         for process, event in events:
-            if event["kind"] != "validation" or event["step"] == config.total_steps:
+            step = event.get("step", 0)
+            if event["kind"] != "validation" or step == config.total_steps:
                 continue
-            step, shares = event["step"], self._shares.setdefault(event["step"], {})
+            shares = self._shares.setdefault(step, {})
             shares[process] = (as_float(event["loss_sum_nats"]), event["target_tokens"])
             tokens = sum(share[1] for share in shares.values())
             if len(shares) < config.num_recorders or not tokens:
                 continue
             loss = sum(share[0] for share in shares.values()) / tokens
-            if self._is_hopeless(step * config.tokens_per_step // config.validation.interval_tokens, loss):
+            told = [self._is_hopeless(place, value) for place, value in self._places(step, loss)]
+            self._former = (step, loss)
+            if any(told):
                 message = f"pruned at step {step} of {config.total_steps}: its validation loss {loss:.4f} is behind"
                 return Verdict(status="pruned", message=message)
         return None
+
+    def _places(self, step: int, loss: float) -> Iterator[tuple[int, float]]:
+        """The places since the former validation, with the loss there; none before the first validation."""
+        interval, per_step = self._config.validation.interval_tokens, self._config.tokens_per_step
+        former_step, former_loss = self._former or (step - 1, math.nan)
+        for place in range(former_step * per_step // interval + 1, step * per_step // interval + 1):
+            behind = (step - place * interval / per_step) / (step - former_step)
+            value = loss if behind == 0 else loss + behind * (former_loss - loss)
+            if not math.isnan(value):
+                yield place, value

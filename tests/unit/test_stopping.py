@@ -60,26 +60,44 @@ def test_the_verdict_does_not_depend_on_how_events_were_dealt_out() -> None:
     assert next(verdict for event in events if (verdict := rule.see([event])) is not None) == whole
 
 
-def test_pruning_sees_the_mean_over_all_nodes_at_each_place_but_the_last() -> None:
+def validation(process: str, step: int, loss_sum: float, tokens: int = 10) -> Event:
+    return process, {"kind": "validation", "step": step, "loss_sum_nats": loss_sum, "target_tokens": tokens}
+
+
+def pruned_run(nodes: int) -> RunConfig:
+    """20 steps, with a place after every 5."""
     data = DataConfig(sequence_length=16, global_batch_sequences=8)
-    config = RunConfig(nodes=2, data=data, budget_tokens=20 * 128, validation=ValidationConfig(interval_tokens=5 * 128))
+    return RunConfig(nodes=nodes, data=data, budget_tokens=20 * 128, validation=ValidationConfig(interval_tokens=640))
+
+
+def test_pruning_sees_the_mean_over_all_nodes_and_not_the_last_step() -> None:
     seen: list[tuple[int, float]] = []
 
     def judge(place: int, loss: float) -> bool:
         seen.append((place, loss))
         return place == 2
 
-    def validation(process: str, step: int, loss_sum: float, tokens: int) -> Event:
-        return process, {"kind": "validation", "step": step, "loss_sum_nats": loss_sum, "target_tokens": tokens}
-
-    rule = PruningRule(config, judge)
-    assert rule.see([validation("node-0", 6, 30.0, 10), validation("node-0", 12, 10.0, 10)]) is None
-    assert rule.see([validation("node-1", 6, 10.0, 30), validation("node-0", 20, 1.0, 1)]) is None
-    assert rule.see([validation("node-1", 20, 1.0, 1)]) is None
-    verdict = rule.see([validation("node-1", 12, 20.0, 10)])
+    rule = PruningRule(pruned_run(2), judge)
+    assert rule.see([validation("node-0", 5, 30.0, 10), validation("node-0", 10, 10.0, 10)]) is None
+    assert rule.see([validation("node-1", 5, 10.0, 30), validation("node-0", 20, 1.0)]) is None
+    assert rule.see([validation("node-1", 20, 1.0)]) is None
+    verdict = rule.see([validation("node-1", 10, 20.0, 10)])
     assert seen == [(1, 1.0), (2, 1.5)]
     assert verdict is not None and verdict.status == "pruned"
-    assert verdict.message == "pruned at step 12 of 20: its validation loss 1.5000 is behind"
+    assert verdict.message == "pruned at step 10 of 20: its validation loss 1.5000 is behind"
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [((5, 10, 15), [1, 2, 3]), ((6, 12, 18), [2, 3]), ((7, 14), [2]), ((8, 16), [2, 3]), ((11,), [])],
+)
+def test_runs_that_validate_at_other_steps_are_compared_at_the_same_places(
+    steps: tuple[int, ...], told: list[int]
+) -> None:
+    seen: dict[int, float] = {}
+    rule = PruningRule(pruned_run(1), lambda place, loss: bool(seen.update({place: loss})))
+    rule.see([validation("node-0", step, 10 * (50 - step)) for step in steps])
+    assert seen == {place: pytest.approx(50 - 5 * place) for place in told}
 
 
 def test_a_request_says_who_made_it() -> None:

@@ -1,4 +1,4 @@
-"""How a study's trials are run: chosen by --only, ended by --fail-fast, together under a budget, with the same results."""
+"""How a study is run: chosen by --only, ended by --fail-fast, together under a budget, with the same results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_only_what_does_not_exist_exits_2_with_the_nearest_name_and_creates_noth
 def test_only_retries_no_other_trial_and_plans_no_other(
     study_file: Path, engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine.statuses = {name: "oom" for name in ALL}
+    engine.statuses = dict.fromkeys(ALL, "oom")
     assert main(["probe.yaml"]) == 1
     engine.ran.clear()
     engine.statuses = {}
