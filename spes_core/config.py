@@ -61,11 +61,27 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DomainConfig:
+    """One of several corpora that are trained on together."""
+
+    corpus: str
+    """As data.corpus."""
+    weight: float | None = None
+    """Share of the training sequences, relative to the other domains' weights; null: as many as the domain has."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """What is read, and in which portions."""
 
     corpus: str = "stdlib"
     """"stdlib" (the running interpreter's standard library), or a file or folder of text (.txt, .jsonl, .jsonl.gz)."""
+    domains: dict[str, DomainConfig] = field(default_factory=dict)
+    """Corpora by name, read instead of data.corpus: a mixture, validated on each."""
+    per_node: tuple[dict[str, float], ...] = ()
+    """One mixture a node, domain -> weight (a domain that is not named is not read); empty: every node reads all."""
+    tokenizer: str = "bpe"
+    """"bpe" (a byte-level BPE trained on the corpus), "bytes", or a folder with a Hugging Face tokenizer."""
     tokenizer_vocab_size: int = 4096
     """Size of the byte-level BPE that is trained on the corpus; at least 257 (256 bytes and the end of text)."""
     validation_fraction: float = 0.02
@@ -393,10 +409,10 @@ class RunConfig:
 
 
 NOT_IDENTITY = (
-    *("method", "log", "checkpoint", "wire.chunk_bytes", "init.weights"),
+    *("method", "log", "checkpoint", "wire.chunk_bytes", "init.weights", "data.tokenizer"),
     *(f"round.{name}" for name in ("timeout_s", "heartbeat_s", "lost_after_s", "retry_s")),
 )
-"""Settings that change no weight and no validation; they are outside a run's identity."""
+"""Settings that change no weight and no validation, given the token files; they are outside a run's identity."""
 
 _ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round", "aggregate", "link", "faults")
 
@@ -423,6 +439,8 @@ def inapplicable(config: RunConfig) -> tuple[str, ...]:
     paths += _inapplicable_to_rounds(config)
     if config.optim.name == "sgd":
         paths += ["optim.beta1", "optim.beta2", "optim.eps"]
+    if not config.data.domains:
+        paths += ["data.domains", "data.per_node"]
     if config.data.micro_batch_sequences is None or config.loss.balance_weight == 0:
         paths += ["loss.balance_fractions"]
     return tuple(paths)
@@ -440,8 +458,15 @@ def _inapplicable_to_rounds(config: RunConfig) -> list[str]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The nested plain dict of a config dataclass; `from_dict` is its inverse."""
-    return asdict(config)
+    """The nested dict of a config dataclass as JSON has it (lists, no tuples); `from_dict` is its inverse."""
+    plain: dict[str, Any] = _plain(asdict(config))
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def from_dict(data: object) -> RunConfig:

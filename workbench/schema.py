@@ -148,7 +148,7 @@ def _type(hint: Any, definitions: dict[str, Schema]) -> Schema:
     if origin is tuple:
         return {"type": "array", "items": _type(arguments[0], definitions)}
     if origin is dict:
-        return {"type": "object"}
+        return {"type": "object", "additionalProperties": _type(arguments[1], definitions)}
     plain = {bool: {"type": "boolean"}, str: {"type": "string"}, int: _INTEGER, float: _NUMBER}
     return dict(plain.get(hint, {}))
 

@@ -45,6 +45,15 @@ class SplitCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DomainCounts:
+    """Part of one domain in both splits; the files hold the domains one after another, in the header's order."""
+
+    corpus: str
+    train: SplitCounts
+    validation: SplitCounts
+
+
+@dataclass(frozen=True, kw_only=True)
 class FileRecord:
     """What one file of the folder must be."""
 
@@ -83,6 +92,8 @@ class ShardHeader:
     python_version: str
     tokenizers_version: str
     files: dict[str, FileRecord]
+    domains: dict[str, DomainCounts] = field(default_factory=dict)
+    """Domain -> its part, in file order; empty for a corpus that is not divided. The parts add up to the splits."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Reason -> number of rows, documents or files left out."""
     skipped_first: dict[str, tuple[str, ...]] = field(default_factory=dict)
