@@ -130,6 +130,8 @@ class SearchCampaign(Campaign):
         return rules
 
     def _expected(self, first: Sequence[Trial]) -> int:
+        if self._only:
+            return len(first)
         fixed = sum(self._is_pending(trial, self._retry_failed) for trial in self._trials if trial not in first)
         fresh = len(self._search.confirm.seeds) * (self._search.confirm.top + bool(self._references))
         return len(first) + fixed + self._untold * len(self._study.seeds) + fresh

@@ -45,6 +45,7 @@ exit codes:
   130  interrupted
 
 The same command again continues: trials that are done are skipped, failed ones stay failed until --retry-failed.
+resources.parallel_trials=auto runs as many trials at the same time as cores, memory and GPUs allow.
 
 commands on results (each has --help; STUDY is results/<study>, a study's name, or its file):
   python -m workbench.study status STUDY                      how far it is, and what failed why

@@ -129,3 +129,9 @@ def test_one_seed_is_enough_where_runs_are_stopped_and_runs_of_other_objectives_
     assert prunes("search.objective=comm/uplink_gb") is False
     assert prunes("search.objective={metric: eval/loss, goal: maximize}") is False
     assert "(median) stops a point between two seeds" in str(prunes("seeds=[0]", "search.objective=comm/uplink_gb"))
+
+
+def test_only_other_arms_run_where_only_they_are_named(study_file: Path, engine: SearchEngine) -> None:
+    assert main(["probe.yaml", "--only", "centralized"]) == 0
+    assert engine.ran == ["centralized-seed=0", "centralized-seed=1"]
+    assert not Path("results/probe/search/journal.log").exists()

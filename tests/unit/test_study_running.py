@@ -80,7 +80,8 @@ def test_only_retries_no_other_trial_and_plans_no_other(
     study_file: Path, engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine.statuses = dict.fromkeys(ALL, "oom")
-    assert main(["probe.yaml"]) == 1
+    assert main(["probe.yaml", "resources.retries=2"]) == 1
+    assert engine.ran == ALL, "what ran out of memory is not tried again by itself"
     engine.ran.clear()
     engine.statuses = {}
     assert main(["probe.yaml", "--only", "spes", "--retry-failed"]) == 0
