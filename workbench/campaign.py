@@ -85,6 +85,7 @@ class Campaign:
             return "interrupted"
         if first is None:
             self._catch_up()
+        self._take_from_others()
         report = self._report_dir / "index.html"
         if first is not None or self._is_new or not self._folder.is_older_than(report, self._trials):
             report = render_report(self._folder.path, self._report_dir)
@@ -134,21 +135,34 @@ class Campaign:
                 print(f"{self._bound}{total} trials to run; preparing the engine and MLflow's store", flush=True)
                 _wait_for_store(mirror, stop_request)
                 with progress_lines(total) as lines:
-                    crew, numbers = self._crew(launcher, lines, stop_request), count(1)
-                    # A group is asked for only by a study that goes on: a search would take what was stopped for ended.
-                    while not stop_request.made and (batch := next(batches, None)) is not None:
-                        with closing(
-                            crew.carry_out(batch, lambda trial: lines.start(next(numbers), trial.name))
-                        ) as ends:
-                            for trial, stored in ends:
-                                self._stored[trial.id] = stored
-                                lines.finish(trial.name, _outcome(stored))
-                                mirror.add(self._folder.trial_dir(trial))
-                                if self._fail_fast and stored.status not in _NO_FAILURE and not stop_request.made:
-                                    stop_request.reason = f"{trial.name} is {stored.status} (--fail-fast)"
+                    self._carry_out(batches, self._crew(launcher, lines, stop_request), lines, mirror, stop_request)
             finally:
                 mirror.close(_MIRROR_STOP_S if stop_request.signal is not None else CLOSE_TIMEOUT_S)
             return stop_request.signal is not None
+
+    def _carry_out(
+        self,
+        batches: Iterator[Sequence[Trial]],
+        crew: Crew,
+        lines: PlainLines | LiveLines,
+        mirror: Mirror,
+        stop_request: StopRequest,
+    ) -> None:
+        numbers = count(1)
+
+        def begin(trial: Trial) -> None:
+            lines.start(next(numbers), trial.name)
+
+        # A group is asked for only by a study that goes on: a search would take what was stopped for ended.
+        while not stop_request.made and (batch := next(batches, None)) is not None:
+            with closing(crew.carry_out(batch, begin)) as ends:
+                for trial, stored in ends:
+                    self._stored[trial.id] = stored
+                    lines.finish(trial.name, _outcome(stored))
+                    if stored.status != "busy":  # whoever runs it mirrors it
+                        mirror.add(self._folder.trial_dir(trial))
+                    if self._fail_fast and stored.status not in _NO_FAILURE and not stop_request.made:
+                        stop_request.reason = f"{trial.name} is {stored.status} (--fail-fast)"
 
     def _crew(self, launcher: Launcher, lines: PlainLines | LiveLines, stop_request: StopRequest) -> Crew:
         resources, launching = self._study.resources, self._study.launcher
@@ -159,6 +173,12 @@ class Campaign:
             None if resources.parallel_trials == "auto" else resources.parallel_trials,
             stop_request,
         )
+
+    def _take_from_others(self) -> None:
+        """What other controllers have ended of the trials that they were running."""
+        for trial in self._trials:
+            if self._stored[trial.id].status == "busy" and (newest := self._folder.stored(trial)).result:
+                self._stored[trial.id] = newest
 
     def _catch_up(self) -> None:
         """Mirror what the mirror of an earlier run did not come to; MLflow is not started for nothing."""

@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.test_study_cli import ALL, Engine, cache, corpus, engine, study_file
 from workbench import budget, campaign
+from workbench.execute import TrialBusy
 from workbench.selection import is_selected, select
 from workbench.spec import read_study
 from workbench.study import main
@@ -137,7 +138,6 @@ def test_order_of_results_and_ids_does_not_depend_on_who_ends_first(
     study = Path("results/probe/study.json")
     before, table = json.loads(study.read_text())["trials"], capsys.readouterr().out.splitlines()[-6:]
     ends = {name: threading.Event() for name in ALL}
-    ends[ALL[1]].set()
     answer, seen = engine.run_trial, threading.Barrier(2)
 
     def run_trial(trial: Trial, *rest: Any) -> Any:
@@ -178,6 +178,24 @@ def test_a_trial_that_another_controller_ended_meanwhile_is_not_run_again(
     engine.ran.clear()
     assert main(["probe.yaml"]) == 1
     assert engine.ran == [ALL[0]]
+
+
+def test_what_another_controller_runs_is_left_to_it_and_taken_when_it_has_ended(
+    study_file: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, busy = engine.run_trial, []
+
+    def run_trial(trial: Trial, *rest: Any) -> Any:
+        if trial.name.startswith(ALL[0]):
+            busy.append((trial, *rest))
+            raise TrialBusy("it is being run by another process")
+        if trial.name.startswith(ALL[3]):
+            answer(*busy[0])
+        return answer(trial, *rest)
+
+    monkeypatch.setattr(campaign, "run_trial", run_trial)
+    assert main(["probe.yaml"]) == 0
+    assert [name.rpartition("-")[0] for name in engine.mirrored] == ALL[1:]
 
 
 def test_a_trial_pruned_by_a_search_that_is_no_more_is_run_whole(study_file: Path, engine: Engine) -> None:
