@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "runfile",
             "names",
             "partition",
-        "rules",
+            "rules",
             "rules",
             "schedules",
             "wireformat",

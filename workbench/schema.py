@@ -234,7 +234,7 @@ def _type(hint: Any, definitions: dict[str, Schema]) -> Schema:
         return {"enum": list(arguments)}
     if origin in (Union, types.UnionType):
         options = [_type(option, definitions) for option in arguments if option is not type(None)]
-        return {"anyOf": [*options, {"type": "null"}]}
+        return {"anyOf": [*options, {"type": "null"}] if type(None) in arguments else options}
     if origin is tuple:
         return {"type": "array", "items": _type(arguments[0], definitions)}
     if origin is dict:

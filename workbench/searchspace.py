@@ -103,6 +103,9 @@ class Objective:
     """Which direction is better."""
 
 
+_LOSS = Objective(metric="eval/loss")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
     """What a point must keep; one of the three limits is given. The mean over seeds counts."""
@@ -151,7 +154,8 @@ class SearchKeys:
     constraints: tuple[dict[str, Any], ...] = ()
     """Limits: {metric, tolerance} against the reference, {metric, at_most} or {metric, at_least}."""
     pruner: Literal["median"] | None = None
-    """Median: after each seed, a point whose mean is worse than the median of the others gets no further seed."""
+    """Median: after each seed, a point whose mean is worse than the median of the others gets no further seed; where
+    the objective is eval/loss, the run of its first seed is stopped at a validation already."""
     confirm: Confirm = field(default_factory=Confirm)
 
 
@@ -179,6 +183,11 @@ class Search:
     def target(self) -> int:
         """Points to evaluate: as many as asked for, and no more than there are."""
         return self.n_trials if self.size is None else min(self.n_trials, self.size)
+
+    @property
+    def prunes_runs(self) -> bool:
+        """Whether a run may be stopped at its validations: where their losses are what the search is about."""
+        return self.pruner is not None and self.objectives == (_LOSS,)
 
     def points(self) -> Iterator[dict[str, Any]]:
         """Every point of a space that is no continuum."""
@@ -367,8 +376,8 @@ def _pruner_rules(keys: SearchKeys, objectives: tuple[Objective, ...], seeds: tu
         why = "cannot rank points by several objectives"
     elif keys.constraints:
         why = "sees the objective alone, so it would favour points that break search.constraints"
-    elif len(seeds) < 2:
-        why = "stops a point between two seeds, and seeds has only one"
+    elif len(seeds) < 2 and objectives != (_LOSS,):
+        why = "stops a point between two seeds, and seeds has only one (with eval/loss to minimize, within its run too)"
     if why:
         yield Problem("search.pruner", f"({keys.pruner}) {why}; leave it out")
 

@@ -15,7 +15,7 @@ from workbench.compose import NAME, Composition, compose_study
 from workbench.doubt import certain_exclusions, is_leaf, is_setting, places, within
 from workbench.metrics import METRICS, is_metric
 from workbench.searchspace import Search, SearchKeys, read_search
-from workbench.settings import Evaluation, Hardware, Launcher, Metrics, ReportSettings, Resources
+from workbench.settings import Divergence, Evaluation, Hardware, Launcher, Metrics, ReportSettings, Resources
 from workbench.sweep import Sweep, SweepKeys, combine, read_axes
 from workbench.trees import Tree, covers, leaves, lookup, merge, without
 
@@ -51,6 +51,7 @@ class Study:
     seeds: tuple[int, ...]
     equal: tuple[str, ...]
     resources: Resources
+    divergence: Divergence
     metrics: Metrics
     report: ReportSettings
     launcher: Launcher
@@ -119,6 +120,7 @@ class StudyKeys:
     equal: tuple[str, ...] = ("model", "data", "optim", "budget_tokens")
     """Settings, or groups of them, in which arms must not differ."""
     resources: Resources = field(default_factory=Resources)
+    divergence: Divergence = field(default_factory=Divergence)
     metrics: Metrics = field(default_factory=Metrics)
     report: ReportSettings = field(default_factory=ReportSettings)
     launcher: Launcher = field(default_factory=Launcher)
@@ -164,6 +166,7 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         seeds=keys.seeds,
         equal=tuple(path for path in keys.equal if is_setting(path) and is_equal_known),
         resources=keys.resources,
+        divergence=keys.divergence,
         metrics=keys.metrics,
         report=keys.report,
         launcher=keys.launcher,
@@ -258,10 +261,14 @@ def _broken_rules(keys: StudyKeys) -> Iterator[Problem]:
     if keys.report.x is not None and not is_setting(keys.report.x):
         yield Problem("report.x", f"({keys.report.x}) is not a setting of a run{_near(keys.report.x)}")
     yield from keys.resources.problems()
+    yield from keys.divergence.problems()
     yield from keys.report.problems()
     yield from keys.launcher.problems()
     yield from keys.hardware.problems()
     yield from keys.evaluation.problems()
+    if keys.launcher.port and keys.resources.parallel_trials != 1:
+        message = f"({keys.launcher.port}) must be 0 where trials run at the same time: each server needs its own port"
+        yield Problem("launcher.port", message)
 
 
 def _seeds_elsewhere(tree: Tree) -> Iterator[Problem]:

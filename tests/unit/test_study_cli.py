@@ -7,16 +7,16 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from workbench import campaign
-from workbench.execute import StopRequest
 from workbench.mirrored import DATABASE, digest, note
 from workbench.progress import Progress
+from workbench.stopping import Rule, StopRequest
 from workbench.store import StudyFolder
 from workbench.study import main
 from workbench.terminal import PlainLines, duration, progress_text
@@ -81,6 +81,7 @@ class Engine:
         launcher: Any,
         on_progress: Callable[[Progress], None],
         stop_request: StopRequest,
+        rules: Sequence[Rule],
     ) -> dict[str, Any]:
         self.ran.append(trial.name.rpartition("-")[0])
         status = self.statuses.get(self.ran[-1], "done")
@@ -448,7 +449,7 @@ def test_progress_is_one_line_with_everything_asked_for(capsys: pytest.CaptureFi
     with PlainLines(9) as lines:
         lines.start(2, "t")
         lines.update(progress)
-        lines.finish("done")
+        lines.finish("t", "done")
     assert capsys.readouterr().out == "[2/9] t  starting\n[2/9] t  done\n"
 
 
