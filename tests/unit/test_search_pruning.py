@@ -123,7 +123,8 @@ def test_a_search_that_died_continues_to_the_same_points_and_prunes_the_same(
 def test_one_seed_is_enough_where_runs_are_stopped_and_runs_of_other_objectives_are_not(study_file: Path) -> None:
     def prunes(*overrides: str) -> bool | str:
         study = read_study(study_file, [*OVERRIDES, *overrides])
-        return study.search.prunes_runs if study.search is not None else study.mistakes[0]
+        assert study.search is not None
+        return study.mistakes[0] if study.mistakes else study.search.prunes_runs
 
     assert prunes("seeds=[0]", "search.confirm.seeds=[]") is True
     assert prunes("search.objective=comm/uplink_gb") is False
