@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from spes_core.errors import Problem
+from spes_core.mixrules import mixture_problems
 from spes_core.schedules import checkpoint_steps
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def check(config: RunConfig) -> list[Problem]:
     between = [
         *_model_rules(config),
         *_batch_rules(config),
+        *mixture_problems(config),
         *_merge_rules(config),
         *_round_rules(config),
         *_init_rules(config),
@@ -151,6 +153,17 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
         yield Problem("aggregate.trim_fraction", f"({share:g}) must be at least 0 and below 0.5: it is cut at each end")
     if not config.data.corpus.strip():
         yield Problem("data.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
+    for name, domain in config.data.domains.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            yield Problem(f"data.domains.{name}", "must have a name of letters, digits, _ and -")
+        if not domain.corpus.strip():
+            yield Problem(f"data.domains.{name}.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
+    if not config.data.tokenizer.strip():
+        yield Problem("data.tokenizer", '("") must be bpe, bytes, or a folder with a Hugging Face tokenizer')
+    if not config.data.text_field:
+        yield Problem("data.text_field", '("") must name the field that holds the text')
+    if (limit := config.data.max_repetition) is not None and not 0 < limit < 1:
+        yield Problem("data.max_repetition", f"({limit:g}) must lie between 0 and 1, both excluded; null keeps all")
     if not 0 < (fraction := config.data.validation_fraction) < 1:
         yield Problem("data.validation_fraction", f"({fraction:g}) must lie between 0 and 1, both excluded")
     if (size := config.data.tokenizer_vocab_size) < 257:

@@ -21,7 +21,7 @@ from spes_core import rules
 from spes_core.config import RunConfig, to_dict
 from workbench.compose import NAME
 from workbench.groups import group_names, group_options
-from workbench.metrics import METRICS, SCORE
+from workbench.metrics import DOMAIN, METRICS, SCORE
 from workbench.searchspace import CORPUS, Confirm, Constraint, Objective, Range, SearchKeys
 from workbench.settings import PrimaryMetric, ReportSettings, Resources
 from workbench.spec import ArmKeys, StudyKeys
@@ -66,7 +66,10 @@ def study_schema() -> Schema:
 
 def setting_paths() -> list[str]:
     """Every setting of a run that a study may name, and every group of them; seeds belong to the study."""
-    found = [path for path, _ in leaves(to_dict(RunConfig())) if path != "seed"]
+    tree = to_dict(RunConfig())
+    found = [path for path, _ in leaves(tree) if path != "seed"]
+    groups = {group: part for group, part in tree.items() if isinstance(part, dict)}
+    found += [f"{group}.{name}" for group, part in groups.items() for name, value in part.items() if value == {}]
     return [*found, *dict.fromkeys(path.split(".")[0] for path in found if "." in path)]
 
 
@@ -120,7 +123,8 @@ def _first_line(hint: Any) -> str:
 def _special(kind: type, name: str) -> Schema | None:
     """Values that are texts or mappings to the reader, and choices to whoever writes them."""
     paths: Schema = {"enum": setting_paths()}
-    metrics: Schema = {"anyOf": [{"enum": list(METRICS)}, {"pattern": f"^{SCORE.pattern}$"}]}
+    named = ({"pattern": f"^{kind.pattern}$"} for kind in (SCORE, DOMAIN))
+    metrics: Schema = {"anyOf": [{"enum": list(METRICS)}, *named]}
     special: dict[tuple[type, str], Schema] = {
         (StudyKeys, "equal"): {"type": "array", "items": paths},
         (ReportSettings, "x"): {"enum": [*setting_paths(), None]},

@@ -17,7 +17,10 @@ from workbench.trees import Tree, covers
 T = TypeVar("T")
 _MOST_REPRESENTATIVES = 64
 _MOST_CORNER_AXES = 6
-CORPUS = ("data.corpus", "data.tokenizer_vocab_size", "data.validation_fraction")
+CORPUS = (
+    *("data.corpus", "data.tokenizer", "data.tokenizer_vocab_size", "data.validation_fraction"),
+    *("data.text_field", "data.max_repetition"),
+)
 """Settings that cannot be searched: each makes another corpus."""
 
 
@@ -282,7 +285,8 @@ def _axes(space: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _axis(path: str, value: Any, problems: list[Problem]) -> Axis | None:
     where, before = f"search.space.{path}", len(problems)
-    if any(covers(path, fixed) for fixed in CORPUS):
+    names_corpus = path.startswith("data.domains") and not path.endswith(".weight")
+    if names_corpus or any(covers(path, fixed) for fixed in CORPUS):
         problems.append(Problem(where, "cannot be searched: it makes another corpus; give each corpus a study"))
     if isinstance(value, Mapping):
         return _range_axis(path, value, problems)

@@ -21,6 +21,7 @@ from spes_core.structure import build
 from workbench.doubt import ANYTHING, holds_anyway, is_open, is_setting
 from workbench.equality import differences
 from workbench.errors import StudyError
+from workbench.metrics import domain_of
 from workbench.spec import Arm, Study
 from workbench.sweep import at, axis_label, value_text
 from workbench.trees import Tree, covers, merge
@@ -67,16 +68,26 @@ class Corpus:
     """The settings that decide how a corpus is prepared."""
 
     path: str
+    """data.corpus; of a mixture the names of its domains."""
     tokenizer_vocab_size: int
     validation_fraction: float
+    domains: tuple[tuple[str, str], ...] = ()
+    """Name and corpus of each domain, in order."""
+    tokenizer: str = "bpe"
+    text_field: str = "text"
+    max_repetition: float | None = None
 
     @classmethod
     def of(cls, data: DataConfig) -> Corpus:
         """The corpus that a run reads."""
         return cls(
-            path=data.corpus,
+            path=", ".join(data.domains) or data.corpus,
             tokenizer_vocab_size=data.tokenizer_vocab_size,
             validation_fraction=data.validation_fraction,
+            domains=tuple((name, domain.corpus) for name, domain in data.domains.items()),
+            tokenizer=data.tokenizer,
+            text_field=data.text_field,
+            max_repetition=data.max_repetition,
         )
 
 
@@ -103,6 +114,7 @@ def expand(study: Study) -> list[Variant]:
                 certain = [problem for problem in problems if holds_anyway(problem, arm.open_paths)]
                 mistakes += [study.locate_run(arm, axes, problem) for problem in certain]
     mistakes += _mistakes_between(study, variants, broken)
+    mistakes += _unmeasured_domain(study, variants)
     if mistakes:
         raise StudyError(mistakes)
     return _distinct(variants)
@@ -175,8 +187,9 @@ def with_init_digest(config: RunConfig) -> RunConfig:
 
 
 def config_digest(config: RunConfig) -> str:
-    """SHA-256 (hex) of all that decides a run's numbers except its tokens: where the corpus lies is left out."""
-    return digest(replace(config, data=replace(config.data, corpus="")))
+    """SHA-256 (hex) of all that decides a run's numbers except its tokens: where the corpora lie is left out."""
+    domains = {name: replace(domain, corpus="") for name, domain in config.data.domains.items()}
+    return digest(replace(config, data=replace(config.data, corpus="", domains=domains)))
 
 
 def identity(config: RunConfig, data_digest: str) -> str:
@@ -241,6 +254,17 @@ def _unswept_x(study: Study, variants: Sequence[Variant]) -> list[str]:
         return []
     message = f"({x}) is no axis of any arm; axes: {', '.join(axes) or 'none'}; sweep it, or leave report.x out"
     return [study.locate(Problem("report.x", message))]
+
+
+def _unmeasured_domain(study: Study, variants: Sequence[Variant]) -> list[str]:
+    """A primary metric of one domain must be one that every run is validated on."""
+    domain = domain_of(study.metrics.primary.name)
+    lacking = [variant for variant in variants if domain is not None and domain not in variant.config.data.domains]
+    if not lacking:
+        return []
+    names = ", ".join(lacking[0].config.data.domains) or "none"
+    message = f"is of the domain {domain}, not among data.domains of arm {lacking[0].arm.name} ({names})"
+    return [study.locate(Problem("metrics.primary.name", f"({study.metrics.primary.name}) {message}"))]
 
 
 def _several_references(study: Study, variants: Sequence[Variant]) -> list[str]:

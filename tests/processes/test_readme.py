@@ -17,6 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+
+from spes_core.config import RunConfig
+from spes_core.rules import check
+from spes_core.structure import build
 
 # One worker for the file: what one test runs, others read.
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("readme")]
@@ -121,8 +126,8 @@ def test_every_other_study_command_plans(empty_folder: Path) -> None:
 
 
 def test_the_study_that_it_shows_plans(empty_folder: Path) -> None:
-    (yaml,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    (empty_folder / "shown.yaml").write_text(yaml, encoding="utf-8")
+    shown, _ = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (empty_folder / "shown.yaml").write_text(shown, encoding="utf-8")
     assert "9 of 9 trials will run" in run("python -m workbench.study shown.yaml", empty_folder, ["--dry-run"])
 
 
@@ -171,3 +176,10 @@ def test_what_it_says_for_a_notebook_runs(results: Path) -> None:
         table = eval(last, names)
     assert sorted(table.index) == ["centralized", "dilico", "spes"]
     assert table["count"].tolist() == [1, 1, 1]
+
+
+def test_the_mixture_that_it_shows_is_valid() -> None:
+    _, mixture = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    config = build(RunConfig, yaml.safe_load(mixture))
+    assert list(config.data.domains) == ["code", "wiki", "web"]
+    assert check(config) == []

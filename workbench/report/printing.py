@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from workbench.metrics import domain_of
 from workbench.statistics import Interval
 
 DASH = "–"
@@ -58,11 +59,14 @@ def axis_label(path: str) -> str:
 
 def metric_name(metric: str) -> str:
     """Name of a metric in running text."""
+    if (domain := domain_of(metric)) is not None:
+        return f"{metric_name(metric.removesuffix(f'/{domain}'))} on {domain}"
     return _METRICS[metric][0] if metric in _METRICS else metric
 
 
 def metric_unit(metric: str) -> str:
     """Unit of a metric; empty when it has none or it is not known."""
+    metric = metric.removesuffix(f"/{domain_of(metric)}")
     return _METRICS[metric][1] if metric in _METRICS else ""
 
 
