@@ -21,6 +21,10 @@ from spes_core.hf.export import export
 from tests import tokenizers_made
 from tests.hf_models import save_random
 from tests.small_corpora import contents, documents_in, ids_of, texts, write_rows
+from workbench.errors import StudyError
+from workbench.spec import read_study
+from workbench.study import find_corpora
+from workbench.trials import expand
 
 WITH_END = "text that spells </s> and <|end|> and <|endoftext|>"
 
@@ -160,6 +164,17 @@ def test_tokenizers_that_cannot_be_used_are_one_clear_error(
         tokenize.prepare(config_with(corpus, tokenizers["byte_level"], size - 1), tmp_path / "cache")
     cache = tmp_path / "cache"
     assert not cache.exists() or [entry for entry in cache.iterdir() if entry.is_dir()] == []
+
+
+def test_a_study_tells_where_it_names_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "given.yaml"
+    path.write_text(
+        "schema: 1\nname: given\nquestion: Why?\ndefaults: [model/tiny, data/default, launcher/local]\n"
+        "run:\n  data:\n    tokenizer: /no/such\narms: {spes: {method: spes}}\n"
+    )
+    study = read_study(path)
+    with pytest.raises(StudyError, match=r'yaml:7: run\.data\.tokenizer cannot be used: data\.tokenizer \("/no/such"'):
+        find_corpora(study, expand(study))
 
 
 def test_a_changed_tokenizer_makes_another_folder(corpus: Path, tokenizers: dict[str, Path], tmp_path: Path) -> None:
