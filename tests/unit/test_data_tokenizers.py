@@ -22,6 +22,7 @@ from tests import tokenizers_made
 from tests.hf_models import save_random
 from tests.small_corpora import contents, documents_in, ids_of, texts, write_rows
 from workbench.errors import StudyError
+from workbench.evaluating_model import corpus_tokens
 from workbench.spec import read_study
 from workbench.study import find_corpora
 from workbench.trials import expand
@@ -101,6 +102,8 @@ def test_a_given_tokenizer_gives_its_own_ids_and_bytes_that_add_up(
     assert lengths[header.end_of_text_id] == 0
     prefixes = split.documents if kind == "sentencepiece" else 0  # the space that it sets before each document
     assert sum(lengths[token] for token in ids_of(folder / "train.bin")) == split.bytes + prefixes
+    scored = corpus_tokens(folder)
+    assert (scored.end, scored.end_text) == (header.end_of_text_id, end), "evaluation ends texts as training does"
     raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
     raw.no_truncation()
     assert {raw.decode(ids, skip_special_tokens=False) for ids in found} == set(rows)
