@@ -75,8 +75,8 @@ def trial_model(trial_dir: Path, weights: Path, device: str, dtype: Precision) -
 
 def corpus_tokens(data_dir: Path) -> Tokens:
     """The tokenizer of a tokenized corpus: the only place where evaluation meets it. Raises DataError."""
-    end = shards.read_header(data_dir).end_of_text_id
     try:
+        end = shards.read_header(data_dir).end_of_text_id
         tokenizer = vocabulary.load(data_dir)
     except Exception as error:  # the tokenizers library raises Exception itself
         raise DataError(
