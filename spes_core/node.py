@@ -25,7 +25,7 @@ from spes_core.events import Events, EventWriter, NoEvents
 from spes_core.initial import fill, initial_weights
 from spes_core.model import counting
 from spes_core.model.decoder import Decoder
-from spes_core.processlife import die_with_parent
+from spes_core.processlife import die_with_parent, end
 from spes_core.protocol.connect import connect
 from spes_core.runfile import RunFile
 from spes_core.sync.codec import Values
@@ -269,4 +269,4 @@ def _save_final(run: RunFile, trial_dir: Path, node: int, model: Model) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -1,8 +1,10 @@
-"""The life of this process: it ends with its parent, so that a killed launcher leaves no orphan; its largest memory."""
+"""The life of this process: its end with its parent, so that a killed launcher leaves no orphan; its largest memory."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import multiprocessing
 import os
 import resource
 import signal
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _POLL_INTERVAL_S = 0.5
@@ -33,6 +36,22 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_POLL_INTERVAL_S)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end(status: int) -> NoReturn:
+    """End this process with an exit status, without the interpreter's finalisation.
+
+    Threads of gRPC and torch may still be in C++ code when all work is done. Python ends a daemon thread that comes
+    back from there during finalisation by unwinding its stack, and C++ then aborts the process ("terminate called
+    without an active exception"): a finished node would be reported as one that died. A rank that torchrun has forked
+    ends by SystemExit instead: torchrun waits for it to return, and multiprocessing ends it in the same way.
+    """
+    if multiprocessing.parent_process() is not None:
+        sys.exit(status)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def rss_peak_bytes() -> int:

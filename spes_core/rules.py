@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -77,12 +78,18 @@ NOT_NEGATIVE = (
 )
 
 
+_DOTTED = re.compile(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*")
+
+
 def check(config: RunConfig) -> list[Problem]:
     """Every rule that a RunConfig breaks; empty when it can run.
 
-    Rules between settings are only looked at when each setting is in its own range.
+    Rules between settings are only looked at where each setting that they name is in its own range.
     """
-    return list(_ranges(config)) or [
+    broken = list(_ranges(config))
+    paths = [problem.path for problem in broken]
+    config = _with_defaults(config, paths)
+    between = [
         *_model_rules(config),
         *_batch_rules(config),
         *mixture_problems(config),
@@ -90,6 +97,33 @@ def check(config: RunConfig) -> list[Problem]:
         *_round_rules(config),
         *_init_rules(config),
     ]
+    return [*broken, *(problem for problem in between if not concerns(problem, paths))]
+
+
+def named_paths(problem: Problem) -> list[str]:
+    """The path of a problem, then every word of its message that could be a path."""
+    return list(dict.fromkeys([problem.path, *_DOTTED.findall(problem.message)]))
+
+
+def concerns(problem: Problem, paths: Collection[str]) -> bool:
+    """Whether a problem names one of the settings, or a group of settings that holds one, or a part of one."""
+    return any(
+        name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.")
+        for name in named_paths(problem)
+        for path in paths
+    )
+
+
+def _with_defaults(config: RunConfig, paths: Collection[str]) -> RunConfig:
+    """The config with the default in place of each setting named."""
+    defaults = type(config)()
+    for path in paths:
+        group, dot, name = path.partition(".")
+        value = getattr(defaults, group)
+        if dot:
+            value = replace(getattr(config, group), **{name: getattr(value, name)})
+        config = replace(config, **{group: value})
+    return config
 
 
 def _ranges(config: RunConfig) -> Iterator[Problem]:
@@ -153,7 +187,10 @@ def _model_rules(config: RunConfig) -> Iterator[Problem]:
             f"({model.d_model}) must be a multiple of model.num_heads ({model.num_heads}); or set model.head_dim",
         )
     elif (head_dim := model.resolved_head_dim) < 2 or head_dim % 2:
-        yield Problem("model.head_dim", f"({head_dim}) must be even and at least 2: rotary embedding turns pairs")
+        width = "" if model.head_dim is not None else "; null makes it model.d_model / model.num_heads"
+        yield Problem(
+            "model.head_dim", f"({head_dim}) must be even and at least 2: rotary embedding turns pairs{width}"
+        )
     if model.num_heads % model.num_kv_heads:
         yield Problem("model.num_kv_heads", f"({model.num_kv_heads}) must divide model.num_heads ({model.num_heads})")
     for path in ("model.d_model", "model.expert_hidden"):
@@ -202,7 +239,8 @@ def _batch_rules(config: RunConfig) -> Iterator[Problem]:
     if config.compute.compile and not in_one_process:
         yield Problem(
             "compute.compile",
-            "(true) must be false where several processes divide a model: their sums would break the compiled layers",
+            "(true) must be false where several processes divide a model (sync.exchange gradients, or"
+            " parallel.ranks_per_node above 1): their sums would break the compiled layers",
         )
 
 
@@ -233,7 +271,7 @@ def _round_rules(config: RunConfig) -> Iterator[Problem]:
             " above 1: a model that ranks divide cannot take over experts",
         )
     if faults.kind != "none" and not 0 <= faults.node < config.nodes:
-        yield Problem("faults.node", f"({faults.node}) must be a node of this run: 0 to {config.nodes - 1}")
+        yield Problem("faults.node", f"({faults.node}) must be a node of this run: 0 to nodes - 1 = {config.nodes - 1}")
     yield from _aggregate_rules(config)
 
 

@@ -33,7 +33,7 @@ from spes_core.errors import ConfigError, DataError, Problem, RoundFailed, file_
 from spes_core.events import EventWriter
 from spes_core.initial import initial_weights
 from spes_core.model.counting import tensor_shapes
-from spes_core.processlife import die_with_parent, rss_peak_bytes
+from spes_core.processlife import die_with_parent, end, rss_peak_bytes
 from spes_core.protocol import channel, credentials, status
 from spes_core.protocol.servicer import Opening, SyncServicer, num_threads
 from spes_core.runfile import RunFile
@@ -255,4 +255,4 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"credentials": credentia
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -134,6 +134,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "model",
         "names",
         "partition",
+        "rules",
         "schedules",
         "structure",
         "data",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -80,9 +81,10 @@ def require_enough(study: Study, variants: Sequence[Variant], corpora: dict[Corp
 
 
 def corpus_mistake(study: Study, variants: Sequence[Variant], corpus: Corpus, error: DataError) -> StudyError:
-    """The error of a corpus that cannot be used, at the place that names the corpus."""
+    """The error of a corpus that cannot be used, at the place of the setting that the error begins with."""
     reader = next(variant for variant in variants if Corpus.of(variant.config.data) == corpus)
-    path = "data.domains" if corpus.domains else "data.corpus"
+    named = re.match(r"data(\.[A-Za-z0-9_-]+)+", str(error))
+    path = named.group() if named else "data.domains" if corpus.domains else "data.corpus"
     return StudyError([study.locate_run(reader.arm, reader.axes, Problem(path, f"cannot be used: {error}"))])
 
 

@@ -64,7 +64,8 @@ def describe_search(study: Study, search: Search, stand_ins: Sequence[Variant]) 
         f"  space: {size}; {search.target} of them are tried ({search.sampler}) with {len(study.seeds)} seeds each",
     ]
     if search.pruner:
-        lines.append(f"  pruner: {search.pruner}, after each seed")
+        within = ", and at each validation of the first" if search.prunes_runs else ""
+        lines.append(f"  pruner: {search.pruner}, after each seed{within}")
     if search.confirm.seeds:
         seeds = ", ".join(map(str, search.confirm.seeds))
         lines.append(f"  the best {search.confirm.top} are run again with fresh seeds {seeds}: {confirmed} trials")

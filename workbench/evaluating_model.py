@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spes_core.checkpoint import WeightsFile, check_forms
 from spes_core.config import ComputeConfig, FrozenConfig
-from spes_core.data import vocabulary
+from spes_core.data import shards, vocabulary
 from spes_core.errors import DataError
 from spes_core.hf.export import export
 from spes_core.initial import fill
@@ -76,6 +76,7 @@ def trial_model(trial_dir: Path, weights: Path, device: str, dtype: Precision) -
 def corpus_tokens(data_dir: Path) -> Tokens:
     """The tokenizer of a tokenized corpus: the only place where evaluation meets it. Raises DataError."""
     try:
+        end = shards.read_header(data_dir).end_of_text_id
         tokenizer = vocabulary.load(data_dir)
     except Exception as error:  # the tokenizers library raises Exception itself
         raise DataError(
@@ -84,8 +85,8 @@ def corpus_tokens(data_dir: Path) -> Tokens:
     return Tokens(
         encode=lambda text, _: list(tokenizer.encode(text, add_special_tokens=False).ids),
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        end=vocabulary.END_OF_TEXT_ID,
-        end_text=vocabulary.END_OF_TEXT,
+        end=end,
+        end_text=str(tokenizer.id_to_token(end)),
     )
 
 

@@ -1,4 +1,4 @@
-"""The sections of a study file that decide no number: resources, metrics, report, launcher, hardware."""
+"""The sections of a study file that are outside a trial's identity: resources, divergence, report, launcher, ..."""
 
 from __future__ import annotations
 
@@ -16,8 +16,19 @@ from workbench.evaluating_tasks import mistakes
 class Resources:
     """What the trials of a study may use."""
 
-    parallel_trials: int = 1
-    """Trials that run at the same time."""
+    parallel_trials: int | Literal["auto"] = 1
+    """Most trials that run at the same time, as the budget has room for them; auto: as many as fit."""
+    cpus: int | None = None
+    """Cores that trials may take together, each one for every thread of its nodes; null: those of this machine, and a
+    trial of more processes than cores takes all."""
+    memory_gb: float | None = None
+    """Main memory that trials may take together, 1e9 bytes, as predicted; null: what is free at the start."""
+    gpus: int | None = None
+    """GPUs that trials may take together; null: those that are visible."""
+    gpus_per_trial: int | None = None
+    """GPUs of one trial, which its processes share; null: one for each process, or none where there are too few."""
+    trial_memory_gb: float | None = None
+    """Main memory, 1e9 bytes, at which a trial is stopped as out of memory; null: no limit but the machine's."""
     timeout: str = "2h"
     """Longest duration of one trial: a number and s, min (or m), h or d."""
     retries: int = 0
@@ -30,9 +41,16 @@ class Resources:
 
     def problems(self) -> Iterator[Problem]:
         """The rules that these settings break."""
-        if self.parallel_trials != 1:
-            message = f"({self.parallel_trials}) must be 1: trials run one after another"
-            yield Problem("resources.parallel_trials", message)
+        if self.parallel_trials != "auto" and self.parallel_trials < 1:
+            yield Problem("resources.parallel_trials", f"({self.parallel_trials}) must be at least 1, or auto")
+        if self.cpus is not None and self.cpus < 1:
+            yield Problem("resources.cpus", f"({self.cpus}) must be at least 1")
+        for name in ("memory_gb", "trial_memory_gb"):
+            if (memory_gb := getattr(self, name)) is not None and memory_gb <= 0:
+                yield Problem(f"resources.{name}", f"({memory_gb:g}) must be above 0")
+        for name in ("gpus", "gpus_per_trial"):
+            if (gpus := getattr(self, name)) is not None and gpus < 0:
+                yield Problem(f"resources.{name}", f"({gpus}) must not be negative")
         if self.retries < 0:
             yield Problem("resources.retries", f"({self.retries}) must not be negative")
         try:
@@ -78,6 +96,23 @@ class Evaluation:
                 yield Problem(f"evaluation.tasks[{index}]", reason)
         except DataError as error:
             yield Problem("evaluation.tasks", f"cannot be run: {error}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """When a trial is given up as diverged: for every arm the same. A loss that is not finite always ends it."""
+
+    factor: float | None = None
+    """How many times the lowest training loss so far counts as too high; null: only a loss that is not finite."""
+    points: int = 3
+    """Logged points in a row, of one node, that must be too high."""
+
+    def problems(self) -> Iterator[Problem]:
+        """The rules that these settings break."""
+        if self.factor is not None and self.factor <= 1:
+            yield Problem("divergence.factor", f"({self.factor:g}) must be above 1")
+        if self.points < 1:
+            yield Problem("divergence.points", f"({self.points}) must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from workbench.mirrored import DATABASE, digest, note
 ARTIFACTS = "mlartifacts"
 MIRRORED_FILES = ("result.json", "run.json")
 
-_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "timeout": "KILLED"}
+_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "timeout": "KILLED", "pruned": "KILLED"}
 _PARAM_LENGTH = 500
 _TAG_LENGTH = 500
 _BATCH_METRICS, _BATCH_PARAMS = 1000, 100

@@ -116,7 +116,7 @@ def _train(trial: Trial, folder: Path, settings: ExecutionSettings) -> dict[str,
     with open_launcher() as launcher, progress_lines(1) as lines:
         lines.start(1, trial.name)
         result = run_trial(trial, folder, settings, launcher, lines.update)
-        lines.finish(str(result["status"]))
+        lines.finish(trial.name, str(result["status"]))
     if result["status"] == "interrupted":
         raise KeyboardInterrupt
     return result

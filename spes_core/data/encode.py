@@ -57,8 +57,6 @@ def write_folder(folder: Path, found: FoundCorpora, tell: Progress) -> None:
     """Write all files of a tokenized folder, the header last, going on from what is whole in it. Raises DataError."""
     import tokenizers
 
-    asked = found.preparation
-    key = found.key
     found = found.fetched(folder, unfinished.FETCHED, tell)
     made_by = f"tokenizers {tokenizers.__version__}, batches of {_BATCH_BYTES}"
     state = unfinished.load(folder, made_by, _SPLITS)
@@ -66,12 +64,23 @@ def write_folder(folder: Path, found: FoundCorpora, tell: Progress) -> None:
         _clear(folder)
         vocabulary, state = _survey(folder, found, made_by, tell)
     else:
-        vocabulary = _vocabulary(folder, asked.tokenizer)
+        vocabulary = _vocabulary(folder, found.preparation.tokenizer)
     encoder = _Encoder(folder, found, vocabulary, state, tell)
     encoder.run()
+    header = _header(folder, found, vocabulary, state, encoder)
+    _clear(folder, kept=header.files)
+    shards.write_header(folder, header)
+
+
+def _header(
+    folder: Path, found: FoundCorpora, vocabulary: Vocabulary, state: Unfinished, encoder: _Encoder
+) -> shards.ShardHeader:
+    import tokenizers
+
+    asked = found.preparation
     names = (*_SPLITS, shards.TOKEN_BYTES, shards.TOKENIZER, *(path.name for path in vocabulary.files))
     files = {name: _record(folder / name) for name in dict.fromkeys(names)}
-    header = shards.ShardHeader(
+    return shards.ShardHeader(
         dtype=vocabulary.dtype,
         vocab_size=vocabulary.size,
         vocab_size_asked=asked.vocab_size,
@@ -90,14 +99,12 @@ def write_folder(folder: Path, found: FoundCorpora, tell: Progress) -> None:
         tokenizers_version=tokenizers.__version__,
         files=files,
         tokenizer=asked.tokenizer,
-        preparation_key=key,
+        preparation_key=found.key,
         domains=_domains(found, state.parts),
         repeated_documents=count_repeated(folder / _SEEN),
         skipped=encoder.skipped.counts,
         skipped_first={reason: tuple(first) for reason, first in encoder.skipped.first.items()},
     )
-    _clear(folder, kept=files)
-    shards.write_header(folder, header)
 
 
 def _clear(folder: Path, kept: Iterable[str] | None = None) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from spes_core.data import shards
 from spes_core.data.vocabulary import END_OF_TEXT, Vocabulary, byte_characters
 from spes_core.errors import DataError
+from spes_core.filedigest import file_digest
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,8 +33,7 @@ def identity(given: str) -> str:
     """SHA-256 (hex) of the files that the tokenizer at a path consists of. Raises DataError when there is none."""
     digest = hashlib.sha256()
     for path in _files(given):
-        with path.open("rb") as file:
-            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        digest.update(f"{path.name} {file_digest(path)}\n".encode())
     return digest.hexdigest()
 
 

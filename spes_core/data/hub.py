@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from spes_core.errors import DataError
 PREFIX = "hf:"
 ATTEMPTS = 5
 """Failures in a row, without a row between them, that end a fetch."""
+ATTEMPTS_AT_FIRST = 2
+"""The same before the first row: the library below has then tried for half a minute each time."""
 _FIRST_WAIT_S = 1.0
 _TOLD_EVERY_ROWS = 10_000
 
@@ -72,7 +75,7 @@ def fetch(
             except Exception as error:
                 # The libraries below raise many types for a connection that failed.
                 failures = 1 if written > before else failures + 1
-                if failures >= ATTEMPTS or _is_final(error):
+                if failures >= (ATTEMPTS if written else ATTEMPTS_AT_FIRST) or _is_final(error):
                     raise _unusable(shown, failures, error) from error
                 tell(f"fetching {dataset.name}: trying again after {type(error).__name__}")
                 pause(_FIRST_WAIT_S * 2 ** (failures - 1))
@@ -84,6 +87,7 @@ def _rows(dataset: Dataset, skip: int) -> Iterable[Mapping[str, Any]]:
     import datasets
 
     datasets.disable_progress_bars()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its own tries: ours are told
     folder = Path(dataset.name).expanduser()
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         saved: Any = datasets.load_from_disk(str(folder))

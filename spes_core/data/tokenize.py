@@ -65,7 +65,9 @@ def write_once(folder: Path, found: FoundCorpora, tell: Progress) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"the cache {folder.parent} cannot be created ({error}); name another with --cache") from error
+        raise DataError(
+            f"the cache {folder.parent} cannot be created ({error}); name another with --cache or --out"
+        ) from error
     with _locked(folder.with_name(f"{folder.name}.lock"), tell):
         if _is_sound(folder):
             return folder

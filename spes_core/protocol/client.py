@@ -138,6 +138,7 @@ class SyncClient:
             framing_bytes=sending.framing_bytes,
             serialise_s=sending.serialise_s,
             transfer_s=max(0.0, time.perf_counter() - began_s - sending.serialise_s),
+            earlier_bytes=sending.earlier_bytes,
         )
 
     def download(self, *, round: int, sink: Sink) -> DownloadReport:

@@ -27,10 +27,15 @@ class Sending:
         self.prefixes: list[tuple[int, Any]] = []
         """For each tensor encoded so far, in order: the bytes up to its end, and their running digest."""
         self.payload_bytes = 0
+        self.earlier_bytes = 0
         self.framing_bytes = 0
         self.serialise_s = 0.0
         self.error: Exception | None = None
         """What went wrong while encoding: gRPC itself would only say that the call was cancelled."""
+
+    def count_as_sent(self, stored_bytes: int) -> None:
+        """Count what the server has of this upload beyond all that this process has sent."""
+        self.earlier_bytes = max(self.earlier_bytes, stored_bytes - self.payload_bytes)
 
 
 class Attempt:
@@ -73,7 +78,9 @@ class Attempt:
         payload: memoryview | None = None
         if ready.offset_bytes or ready.is_complete:
             first, payload, at, is_same = self._compare(ready)
-            if not is_same:
+            if is_same:
+                self._sending.count_as_sent(ready.offset_bytes)
+            else:
                 yield self._pack(Kind.RESTART)
                 first, payload, at = 0, None, 0
         for index in range(first, len(tensors)):

@@ -39,6 +39,8 @@ class UploadReport:
     serialise_s: float
     transfer_s: float
     """Sending and storing, also time in which the connection was lost."""
+    earlier_bytes: int = 0
+    """Encoded bytes of this upload that an earlier process of the node sent: it died with its record of the round."""
 
 
 @dataclass(frozen=True, kw_only=True)

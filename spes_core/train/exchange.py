@@ -221,7 +221,7 @@ class Exchange:
             step=step,
             tokens=down.summary.tokens,
             local_tokens=tokens,
-            uplink_payload_bytes=up.payload_bytes,
+            uplink_payload_bytes=up.payload_bytes + up.earlier_bytes,
             uplink_framing_bytes=up.framing_bytes,
             downlink_payload_bytes=down.payload_bytes,
             downlink_framing_bytes=down.framing_bytes,

@@ -11,11 +11,15 @@ import torch
 
 from benchmarks import gpu, loader, tokenizing
 from benchmarks import round as round_benchmark
+from benchmarks import workbench as workbench_benchmark
 from benchmarks.naive_round import merge
 from spes_core.data.batches import TokenSource
 from spes_core.model.counting import parameter_counts
 from spes_core.names import expert_tensor
+from tests.processes.runs import write_corpus
 from tests.reference.merge_loop import merge_loop
+from workbench import study
+from workbench.durable import read_json
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -104,6 +108,23 @@ def test_the_naive_merge_is_the_merge() -> None:
     for matrix, merged in zip(shapes, expected, strict=True):
         found = torch.stack([model[name].flatten() for name in names[matrix]])
         torch.testing.assert_close(found, torch.tensor(merged, dtype=torch.float32), rtol=0, atol=1e-5)
+
+
+def test_a_finished_study_that_is_made_is_one_to_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    write_corpus(tmp_path / "corpus")
+    path = workbench_benchmark.write_study_file(tmp_path, "made", 1, "corpus")
+    path.write_text(path.read_text().replace("vocab_size: 512", "vocab_size: 300"))
+    made = workbench_benchmark.make_finished(tmp_path, path, 50)
+    assert study.main(["made.yaml", "--dry-run"]) == 0
+    assert "0 of 10 trials will run." in capsys.readouterr().out
+    results = [read_json(file) for file in made.study_dir.glob("trials/*/result.json")]
+    assert len(results) == 10 and all(result["status"] == "done" for result in results)
+    assert all(len(result["curves"]["train"]) == 50 for result in results)
 
 
 def test_the_benchmark_of_tokenizing_runs_small(capsys: pytest.CaptureFixture[str]) -> None:

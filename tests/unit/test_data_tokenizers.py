@@ -21,6 +21,11 @@ from spes_core.hf.export import export
 from tests import tokenizers_made
 from tests.hf_models import save_random
 from tests.small_corpora import contents, documents_in, ids_of, texts, write_rows
+from workbench.errors import StudyError
+from workbench.evaluating_model import corpus_tokens
+from workbench.spec import read_study
+from workbench.study import find_corpora
+from workbench.trials import expand
 
 WITH_END = "text that spells </s> and <|end|> and <|endoftext|>"
 
@@ -97,6 +102,8 @@ def test_a_given_tokenizer_gives_its_own_ids_and_bytes_that_add_up(
     assert lengths[header.end_of_text_id] == 0
     prefixes = split.documents if kind == "sentencepiece" else 0  # the space that it sets before each document
     assert sum(lengths[token] for token in ids_of(folder / "train.bin")) == split.bytes + prefixes
+    scored = corpus_tokens(folder)
+    assert (scored.end, scored.end_text) == (header.end_of_text_id, end), "evaluation ends texts as training does"
     raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
     raw.no_truncation()
     assert {raw.decode(ids, skip_special_tokens=False) for ids in found} == set(rows)
@@ -160,6 +167,17 @@ def test_tokenizers_that_cannot_be_used_are_one_clear_error(
         tokenize.prepare(config_with(corpus, tokenizers["byte_level"], size - 1), tmp_path / "cache")
     cache = tmp_path / "cache"
     assert not cache.exists() or [entry for entry in cache.iterdir() if entry.is_dir()] == []
+
+
+def test_a_study_tells_where_it_names_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "given.yaml"
+    path.write_text(
+        "schema: 1\nname: given\nquestion: Why?\ndefaults: [model/tiny, data/default, launcher/local]\n"
+        "run:\n  data:\n    tokenizer: /no/such\narms: {spes: {method: spes}}\n"
+    )
+    study = read_study(path)
+    with pytest.raises(StudyError, match=r'yaml:7: run\.data\.tokenizer cannot be used: data\.tokenizer \("/no/such"'):
+        find_corpora(study, expand(study))
 
 
 def test_a_changed_tokenizer_makes_another_folder(corpus: Path, tokenizers: dict[str, Path], tmp_path: Path) -> None:

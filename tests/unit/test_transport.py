@@ -163,6 +163,7 @@ def test_an_upload_goes_on_where_the_server_is(core: FakeCore, have: int) -> Non
         report = upload(client, payloads)
     assert bytes(core.stored.uploads[0, 0]) == UPLOADED and core.restarts == 0
     assert report.payload_bytes == len(UPLOADED) - have and payloads.asked == list(TENSORS)
+    assert report.earlier_bytes == have, "what an earlier process of the node sent"
 
 
 @pytest.mark.parametrize("have", [4, 20_000, len(UPLOADED)])
@@ -172,6 +173,7 @@ def test_an_upload_with_another_beginning_begins_again(core: FakeCore, have: int
         report = upload(client)
     assert bytes(core.stored.uploads[0, 0]) == UPLOADED and core.restarts == 1
     assert report.payload_bytes == len(UPLOADED) and core.framing == [report.framing_bytes]
+    assert report.earlier_bytes == 0
 
 
 def test_a_cut_upload_resumes_and_sends_little_twice(core: FakeCore) -> None:
@@ -180,7 +182,7 @@ def test_a_cut_upload_resumes_and_sends_little_twice(core: FakeCore) -> None:
         report = upload(client)
         assert proxy.cuts == 2
     assert bytes(core.stored.uploads[0, 0]) == UPLOADED
-    assert report.payload_bytes < 2.5 * len(UPLOADED)
+    assert report.payload_bytes < 2.5 * len(UPLOADED) and report.earlier_bytes == 0
 
 
 def test_a_cut_download_resumes_and_applies_every_byte_once(core: FakeCore) -> None:
