@@ -121,6 +121,7 @@ def _with_defaults(config: RunConfig, paths: Collection[str]) -> RunConfig:
         group, dot, name = path.partition(".")
         value = getattr(defaults, group)
         if dot:
+            name = name.partition(".")[0]  # of a setting that is a mapping, all of it
             value = replace(getattr(config, group), **{name: getattr(value, name)})
         config = replace(config, **{group: value})
     return config

@@ -235,6 +235,11 @@ def test_rules_of_mixtures_name_setting_and_next_move(data: dict[str, Any], path
     assert words in problems_of(data)[path]
 
 
+def test_a_domain_without_a_corpus_is_one_mistake_also_where_nodes_mix_it() -> None:
+    data = {"domains": {"a": {"corpus": " "}, "b": {"corpus": "y"}}, "per_node": [{"a": 1}, {"b": 1}]}
+    assert list(problems_of(data)) == ["data.domains.a.corpus"]
+
+
 def test_a_domain_of_weight_zero_is_validated_on_only(folder: Path) -> None:
     per_node = [{"news": 1, "verse": 0}, {"code": 1}]
     source = source_of(folder, per_node=per_node)
