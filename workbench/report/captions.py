@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from workbench.report.evidence import Evidence
 from workbench.report.findings import Analysis, cell_mean, reference_level
+from workbench.report.ink import without_outliers
 from workbench.report.printing import (
     axis_symbol,
     axis_value,
@@ -43,12 +44,18 @@ def loss_against_x(analysis: Analysis) -> str:
         rule = "point" if len(evidence.seeds) == 1 else "upper bound of the paired difference"
         symbol = axis_symbol(evidence.x_path or "")
         parts.append(f"Ring: sweet spot, the largest {symbol} whose {rule} stays within the tolerance.")
+    parts.append("An arrow with its value marks a mean beyond the frame." if _far_out(evidence) else "")
     if (entropy := unigram_entropy(evidence)) is not None and evidence.metric == "eval/loss":
         parts.append(
             f"Trivial baseline, off the scale: the unigram entropy of the corpus, {loss(entropy)} nats per token,"
             " the loss of a model that knows only how often each token occurs."
         )
-    return " ".join(parts)
+    return " ".join(part for part in parts if part)
+
+
+def _far_out(evidence: Evidence) -> bool:
+    means = [value for cell in evidence.cells if (value := cell_mean(cell, evidence.metric)) is not None]
+    return bool(means) and without_outliers(means) != (min(means), max(means))
 
 
 def tolerance_line(evidence: Evidence) -> str:

@@ -22,8 +22,9 @@ from workbench.report.printing import (
     metric_name,
     percent,
     setting,
+    significant,
 )
-from workbench.statistics import t_interval
+from workbench.statistics import mean, t_interval
 
 Draw = Callable[[Layout], matplotlib.figure.Figure]
 
@@ -122,6 +123,7 @@ def _draw_loss(analysis: Analysis, layout: Layout) -> matplotlib.figure.Figure:
             detail = _spot_words(analysis, series) if not layout.narrow else ""
             labels.append(ink.end_label(axes, last, series.label, styles[series].colour, detail=detail))
         _draw_spot(analysis, axes, axis, series, styles[series], dodge)
+    _draw_beyond(axes, axis, evidence, styles)
     axes.set_ylabel(metric_label(evidence.metric))
     ink.few_ticks(axes.yaxis, 6)
     ink.spread(figure, labels)
@@ -129,16 +131,36 @@ def _draw_loss(analysis: Analysis, layout: Layout) -> matplotlib.figure.Figure:
 
 
 def _loss_limits(analysis: Analysis) -> tuple[float, float]:
-    """Limits that hold every seed, every interval, the reference's band and the tolerance line."""
+    """Limits that hold every seed and interval, the reference's band and the tolerance, but not what is far out."""
     evidence, heights = analysis.evidence, []
+    means = [value for cell in evidence.cells if (value := cell_mean(cell, evidence.metric)) is not None]
+    edges = [] if (level := reference_level(evidence)) is None else [tolerance_edge(evidence, level)]
+    lowest, highest = ink.without_outliers([*means, *edges])
     for cell in evidence.cells:
-        if values := list(cell.values(evidence.metric).values()):
+        if (values := list(cell.values(evidence.metric).values())) and lowest <= mean(values) <= highest:
             interval = t_interval(values)
             heights += [*values, interval.upper, interval.mean if interval.low is None else interval.low]
-    if (level := reference_level(evidence)) is not None:
-        heights.append(tolerance_edge(evidence, level))
+    heights += edges
     room = 0.07 * (max(heights) - min(heights)) or 0.02 * abs(heights[0]) or 1.0
     return min(heights) - room, max(heights) + room
+
+
+def _draw_beyond(axes: Axes, axis: Axis, evidence: Evidence, styles: dict[Series, ink.Style]) -> None:
+    """An arrow at the frame's edge, with the value, for every mean that lies beyond it."""
+    low, high = axes.get_ylim()
+    taken: dict[float, int] = {}
+    for cell in evidence.cells:
+        value, place = cell_mean(cell, evidence.metric), axis.position(cell)
+        if value is None or place is None or low <= value <= high:
+            continue
+        above, colour = value > high, styles[cell.series].colour
+        level = taken[place] = taken.get(place, -1) + 1
+        axes.plot(place, high if above else low, marker="^" if above else "v", markersize=6, color=colour,
+                  markeredgewidth=0, clip_on=False)  # fmt: skip
+        axes.annotate(
+            significant(value, 3), (place, high if above else low), xytext=(7, (-1 if above else 1) * (4 + 10 * level)),
+            textcoords="offset points", va="top" if above else "bottom", color=colour, fontsize=7.8,
+        )  # fmt: skip
 
 
 def _draw_levels(analysis: Analysis, axes: Axes, axis: Axis, layout: Layout) -> list[ink.EndLabel]:

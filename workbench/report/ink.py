@@ -26,6 +26,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from workbench.report.document import Layout
 from workbench.report.evidence import Evidence, Series
+from workbench.report.labels import fitting_columns, wrap
 from workbench.report.printing import axis_value
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -184,20 +185,39 @@ def few_ticks(axis: Any, most: int = 5) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}".replace("-", "−")))
 
 
+def without_outliers(values: Sequence[float]) -> tuple[float, float]:
+    """Smallest and largest value, but for those so far out that they would squeeze the rest into a fifth of the room.
+
+    "Far out": beyond five times the distance of the median from the other end.
+    """
+    ordered = sorted(values)
+    low, middle, high = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+    kept = [value for value in ordered if value <= low + 5 * (middle - low) or middle == low]
+    kept = [value for value in kept if value >= high - 5 * (high - middle) or middle == high]
+    return (kept[0], kept[-1]) if len(kept) > 1 else (low, high)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EndLabel:
-    """A direct label right of a line's end: a name, and a quieter second line where it helps."""
+    """A direct label right of a line's end: a name, and a quieter line below where it helps."""
 
     name: Annotation
     detail: Annotation | None
 
     @property
+    def lines(self) -> int:
+        """Lines of the name."""
+        return self.name.get_text().count("\n") + 1
+
+    @property
     def height_pt(self) -> float:
         """Room that the label needs."""
-        return LINE_PT * (2 if self.detail else 1)
+        return LINE_PT * (self.lines + bool(self.detail))
 
 
 LINE_PT = 10.5
+MOST_LABEL_SHARE = 0.27
+"""Share of a figure's width that direct labels may take before their names break."""
 
 
 def end_label(
@@ -219,6 +239,7 @@ def end_label(
         "color": colour,
     }
     xy = (axes.get_xlim()[1] if x is None else x, y)
+    name = wrap(name, MOST_LABEL_SHARE * 72 * axes.figure.get_figwidth(), 8.6, bold=bold)
     return EndLabel(
         name=axes.annotate(name, xy, xytext=(6, 0), fontweight=700 if bold else 400, **place),
         detail=axes.annotate(detail, xy, xytext=(6, 0), fontsize=7.8, **place) if detail else None,
@@ -238,7 +259,7 @@ def spread(figure: Figure, labels: Iterable[EndLabel]) -> None:
         up = LINE_PT / 2 if item.detail else 0.0
         item.name.set_position((6, shift + up))
         if item.detail:
-            item.detail.set_position((6, shift - up))
+            item.detail.set_position((6, shift - item.lines * up))
 
 
 def _height_pt(figure: Figure, label: Annotation) -> float:
@@ -271,9 +292,15 @@ def _top(block: list[int], centres: list[float], heights: list[float]) -> float:
     return _bottom(block, centres, heights) + sum(heights[index] for index in block)
 
 
+LEGEND_SIZE = 8.2
+
+
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], columns: int | None = None) -> None:
-    """One row of keys above the axes, for figures whose parts are too small to be named in place."""
+    """Keys above the axes, in as few rows as fit, for figures whose parts are too small to be named in place."""
+    around = LEGEND_SIZE * (1.0 + 0.5 + 1.4)
+    fitting = fitting_columns(labels, 72 * figure.get_figwidth() - 6, LEGEND_SIZE, around_pt=around)
     figure.legend(
-        handles, labels, loc="outside upper left", ncols=columns or len(labels), frameon=False, fontsize=8.2,
-        handlelength=1.0, handleheight=0.8, handletextpad=0.5, columnspacing=1.4, borderaxespad=0.2, borderpad=0.1,
+        handles, labels, loc="outside upper left", ncols=min(columns or fitting, fitting), frameon=False,
+        fontsize=LEGEND_SIZE, handlelength=1.0, handleheight=0.8, handletextpad=0.5, columnspacing=1.4,
+        borderaxespad=0.2, borderpad=0.1,
     )  # fmt: skip

@@ -12,8 +12,11 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from workbench.report.parallel import in_parallel
 
 if TYPE_CHECKING:  # matplotlib, pandas and weasyprint are slow to import: only a rendering pays for them
     from workbench.report.document import Document, Figure
@@ -63,19 +66,23 @@ def render(study_dir: Path, report_dir: Path) -> ReportPaths:
     document = compose(evidence, report_dir)
     report_dir.mkdir(parents=True, exist_ok=True)
     _remove_old(report_dir)
-    pictures = {figure.id: _pictures(figure) for figure in document.figures}
+    drawn = in_parallel([partial(_pictures, figure) for figure in document.figures])
+    pictures = {figure.id: svgs for figure, svgs in zip(document.figures, drawn, strict=True)}
     html = report_dir / "index.html"
     _write(html, _page(document, pictures, for_pdf=False))
-    pdf: Path | None = None
-    remarks: tuple[str, ...] = ()
-    if "pdf" in document.formats:
-        pdf, remarks = _write_pdf(report_dir / "report.pdf", _page(document, pictures, for_pdf=True))
+    written = in_parallel(
+        [
+            partial(_write_pdf, document, report_dir, pictures),
+            *(partial(_write_csv, figure, report_dir) for figure in document.figures if "csv" in document.formats),
+        ]
+    )
+    pdf, remarks = written[0]
     provenance = report_dir / "provenance.json"
     _write(provenance, json.dumps(_provenance(evidence), indent=1, ensure_ascii=False) + "\n")
     return ReportPaths(
         html=html,
         pdf=pdf,
-        csv=_write_csv(document, report_dir),
+        csv=tuple(written[1:]),
         tex=_write_tex(document, report_dir),
         provenance=provenance,
         remarks=remarks,
@@ -141,27 +148,28 @@ def _data_uri(stem: str) -> str:
     return "data:font/woff2;base64," + base64.b64encode((TEMPLATES / f"{stem}.woff2").read_bytes()).decode()
 
 
-def _write_pdf(path: Path, page: str) -> tuple[Path | None, tuple[str, ...]]:
+def _write_pdf(
+    document: Document, report_dir: Path, pictures: dict[str, dict[str, str]]
+) -> tuple[Path | None, tuple[str, ...]]:
+    if "pdf" not in document.formats:
+        return None, ()
     try:
         import weasyprint
         from weasyprint.urls import URLFetcher
     except (ImportError, OSError):
         return None, (NO_PDF,)
     only_data = URLFetcher(allowed_protocols=("data",), fail_on_errors=True)
+    path, page = report_dir / "report.pdf", _page(document, pictures, for_pdf=True)
     identifier = hashlib.sha256(page.encode()).digest()[:16]
     content = weasyprint.HTML(string=page, url_fetcher=only_data).write_pdf(pdf_identifier=identifier)
     path.write_bytes(content)
     return path, ()
 
 
-def _write_csv(document: Document, report_dir: Path) -> tuple[Path, ...]:
-    if "csv" not in document.formats:
-        return ()
-    paths = []
-    for figure in document.figures:
-        paths.append(report_dir / f"figure_{figure.id}.csv")
-        figure.data.to_csv(paths[-1], index=False, lineterminator="\n")
-    return tuple(paths)
+def _write_csv(figure: Figure, report_dir: Path) -> Path:
+    path = report_dir / f"figure_{figure.id}.csv"
+    figure.data.to_csv(path, index=False, lineterminator="\n")
+    return path
 
 
 def _write_tex(document: Document, report_dir: Path) -> tuple[Path, ...]:
