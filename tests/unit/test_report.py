@@ -190,7 +190,7 @@ def test_verdict_states_loss_bytes_memory_and_sample(page: Page) -> None:
 def test_figure_data_lies_beside_every_figure_and_is_raw(page: Page, paths: ReportPaths) -> None:
     figures = [name.removeprefix("figure-") for name in page.ids if name.startswith("figure-")]
     assert [path.name for path in paths.csv] == [f"figure_{name}.csv" for name in figures]
-    assert set(figures) == {"loss", "uplink", "pareto", "curves", "memory", "throughput", "load"}
+    assert set(figures) == {"loss", "forest", "uplink", "pareto", "curves", "memory", "throughput", "load"}
     with (paths.html.parent / "figure_loss.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = {(row["arm"], row["x"], row["seed"]): float(row["validation_loss"]) for row in rows}
@@ -213,7 +213,7 @@ def test_page_asks_for_nothing_outside_itself(page: Page, paths: ReportPaths) ->
 
 def test_ids_are_unique_and_every_figure_says_its_data_in_words(page: Page) -> None:
     assert len(page.ids) == len(set(page.ids))
-    assert len(page.labels) == 14
+    assert len(page.labels) == 16
     assert f"{losses('spes', 50).mean():.3f} at H = 50" in plain(" ".join(page.labels))
 
 

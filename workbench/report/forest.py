@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import matplotlib.figure
 import pandas as pd
 from matplotlib.axes import Axes
@@ -71,22 +74,40 @@ def _caption(evidence: Evidence, comparisons: tuple[Comparison, ...]) -> str:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a forest plot."""
+
+    label: str
+    comparison: Comparison
+    style: ink.Style
+
+
 def _draw(evidence: Evidence, comparisons: tuple[Comparison, ...], layout: Layout) -> matplotlib.figure.Figure:
     styles = ink.styles(evidence)
-    labels = [row_label(evidence, c.cell) for c in comparisons]
+    rows = [Row(label=row_label(evidence, c.cell), comparison=c, style=styles[c.cell.series]) for c in comparisons]
+    return draw_rows(rows, layout, metric_name(evidence.metric), evidence.tolerance, smaller=evidence.smaller_is_better)
+
+
+def draw_rows(
+    rows: Sequence[Row], layout: Layout, metric: str, tolerance: float | None, *, smaller: bool
+) -> matplotlib.figure.Figure:
+    """A forest plot of relative differences; ``tolerance`` None draws no line of it."""
+    comparisons = [row.comparison for row in rows]
+    labels = [row.label for row in rows]
     room_pt = 72 * layout.width_in * (0.3 if layout.narrow else 0.36)
     labels = [wrap(label, room_pt, 8.2) for label in labels]
     tall = 0.34 if any("\n" in label for label in labels) else 0.25
     figure, grid = ink.new_figure(layout, tall * len(comparisons) + 0.85)
     axes = grid[0, 0]
-    sign = 1.0 if evidence.smaller_is_better else -1.0  # the axis shows the metric's own direction
-    edge = sign * evidence.tolerance * 100
+    sign = 1.0 if smaller else -1.0  # the axis shows the metric's own direction
+    edge = sign * (tolerance or 0.0) * 100
     low, high = _limits([sign * 100 * v for c in comparisons for v in _reach(c)], edge)
     axes.axvline(0, color=ink.INK, linewidth=0.8)
-    axes.axvline(edge, color=ink.MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
-    for row, comparison in enumerate(comparisons):
-        style = styles[comparison.cell.series]
-        _draw_row(axes, row, comparison, style, 100 * sign, (low, high))
+    if tolerance is not None:
+        axes.axvline(edge, color=ink.MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
+    for row, (comparison, line) in enumerate(zip(comparisons, rows, strict=True)):
+        _draw_row(axes, row, comparison, line.style, 100 * sign, (low, high))
         text = minus(f"{100 * sign * comparison.interval.mean:+.1f}")
         axes.annotate(
             f"{text}{'' if layout.narrow else chr(0xA0) + '%'}", (1, row), xycoords=("axes fraction", "data"),
@@ -97,7 +118,7 @@ def _draw(evidence: Evidence, comparisons: tuple[Comparison, ...], layout: Layou
     axes.set_yticks(range(len(comparisons)), labels)
     axes.spines["left"].set_visible(False)
     ink.few_ticks(axes.xaxis, 4 if layout.narrow else 6)
-    axes.set_xlabel(f"difference of the {metric_name(evidence.metric)} (%)")
+    axes.set_xlabel(f"difference of the {metric} (%)")
     return figure
 
 

@@ -239,7 +239,8 @@ def end_label(
         "color": colour,
     }
     xy = (axes.get_xlim()[1] if x is None else x, y)
-    name = wrap(name, MOST_LABEL_SHARE * 72 * axes.figure.get_figwidth(), 8.6, bold=bold)
+    page_pt = axes.figure.bbox.width * 72 / axes.figure.dpi
+    name = wrap(name, MOST_LABEL_SHARE * page_pt, 8.6, bold=bold)
     return EndLabel(
         name=axes.annotate(name, xy, xytext=(6, 0), fontweight=700 if bold else 400, **place),
         detail=axes.annotate(detail, xy, xytext=(6, 0), fontsize=7.8, **place) if detail else None,

@@ -68,13 +68,13 @@ def place(axes: Axes, labels: Sequence[PointLabel], points: Sequence[tuple[float
 
     The layout of the figure must be done: positions are found in points on the page.
     """
-    scale = 72 / axes.figure.dpi
-    low, high = (axes.bbox.min * scale, axes.bbox.max * scale)
-    inside: Box = (float(low[0]), float(low[1]), float(high[0]) + 6, float(high[1]) + 4)
-    marks = [_around(*(axes.transData.transform(point) * scale), _MARKER_PT, _MARKER_PT) for point in points]
+    scale, box = 72 / axes.figure.dpi, axes.bbox
+    inside: Box = (box.x0 * scale, box.y0 * scale, box.x1 * scale + 6, box.y1 * scale + 4)
+    on_page = np.asarray(axes.transData.transform(np.array(points, dtype=float))) * scale
+    marks = [_around(x, y, _MARKER_PT, _MARKER_PT) for x, y in on_page]
     taken: list[Box] = []
     for label in labels:
-        centre = axes.transData.transform((label.x, label.y)) * scale
+        centre = np.asarray(axes.transData.transform(np.array([[label.x, label.y]])))[0] * scale
         half_w = width_pt(label.text, label.size, bold=label.bold) / 2
         half_h = label.size * LINE * (label.text.count("\n") + 1) / 2
         best: tuple[float, float, float, Box] | None = None

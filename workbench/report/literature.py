@@ -1,7 +1,7 @@
 """Published values beside the study's own: the same quantity, where each comes from, and what differs.
 
-The published numbers are those of the SPES paper (arXiv 2602.11543) and its public summaries. They are facts to compare
-with, never part of a mean. Quantities are ratios where models and machines differ in size, so that they can be compared.
+The published numbers are those of the SPES paper (arXiv 2602.11543) and its public summaries, and never part of a mean.
+Where models and machines differ in size, quantities are ratios, so that they can be compared.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _merging(analysis: Analysis) -> list[dict[str, str]]:
                 "merge warm-up against none",
                 "average score 51.3 against 50.5 (K = 4, α = 0.1, every 500 steps for 12,500 steps)",
                 f"loss {', '.join(gaps)}; positive is worse",
-                f"theirs are scores of downstream tasks after long training, ours a validation loss; {_scale(evidence)}",
+                f"theirs are downstream scores after long training, ours a validation loss; {_scale(evidence)}",
             )
         ]
         if gaps

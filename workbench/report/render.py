@@ -10,7 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,20 @@ def render(study_dir: Path, report_dir: Path) -> ReportPaths:
     study_dir, report_dir = study_dir.resolve(), report_dir.resolve()
     evidence = read(study_dir)
     document = compose(evidence, report_dir)
+    return _write_report(document, report_dir, _provenance(evidence))
+
+
+def render_comparison(study_dirs: Sequence[Path], report_dir: Path) -> ReportPaths:
+    """Render one report that sets several studies side by side. Raises ConfigError as `render` does."""
+    from workbench.report.across import compose, provenance
+    from workbench.report.evidence import read
+
+    studies = [read(study_dir.resolve()) for study_dir in study_dirs]
+    report_dir = report_dir.resolve()
+    return _write_report(compose(studies, report_dir), report_dir, provenance(studies))
+
+
+def _write_report(document: Document, report_dir: Path, origin: dict[str, Any]) -> ReportPaths:
     report_dir.mkdir(parents=True, exist_ok=True)
     _remove_old(report_dir)
     drawn = in_parallel([partial(_pictures, figure) for figure in document.figures])
@@ -78,7 +92,11 @@ def render(study_dir: Path, report_dir: Path) -> ReportPaths:
     )
     pdf, remarks = written[0]
     provenance = report_dir / "provenance.json"
-    _write(provenance, json.dumps(_provenance(evidence), indent=1, ensure_ascii=False) + "\n")
+    from workbench.report.index import refresh
+
+    about = {**origin, "title": document.title, "byline": document.byline, "verdict": list(document.verdict)}
+    _write(provenance, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+    refresh(report_dir.parent)
     return ReportPaths(
         html=html,
         pdf=pdf,
@@ -118,7 +136,7 @@ def _page(document: Document, pictures: dict[str, dict[str, str]], *, for_pdf: b
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters["marks"] = _marks
+    environment.filters["marks"] = marks
     environment.tests["of"] = lambda block, kind: isinstance(block, getattr(parts, kind))
     paint: Callable[[str], str] = str if for_pdf else themed
     return environment.get_template("page.html.j2").render(
@@ -128,13 +146,13 @@ def _page(document: Document, pictures: dict[str, dict[str, str]], *, for_pdf: b
         with_csv="csv" in document.formats,
         numbers={block.id: f"Figure {index}" for index, block in enumerate(document.figures, 1)}
         | {f"table:{block.id}": f"Table {index}" for index, block in enumerate(document.tables, 1)},
-        faces=[(*face, _data_uri(face[3])) for face in FACES],
+        faces=[(*face, data_uri(face[3])) for face in FACES],
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
     )
 
 
-def _marks(text: str) -> Any:
+def marks(text: str) -> Any:
     """Escaped text with ``*emphasis*`` and ```code``` as elements."""
     import re
 
@@ -144,7 +162,8 @@ def _marks(text: str) -> Any:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", marked))
 
 
-def _data_uri(stem: str) -> str:
+def data_uri(stem: str) -> str:
+    """A typeface of the templates folder as an address that holds it."""
     return "data:font/woff2;base64," + base64.b64encode((TEMPLATES / f"{stem}.woff2").read_bytes()).decode()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import matplotlib.figure
 import pandas as pd
@@ -25,7 +26,7 @@ def scaling_figure(analysis: Analysis) -> Figure | None:
     evidence = analysis.evidence
     if evidence.x_path != "nodes" or len(evidence.x_values) < 2:
         return None
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "arm": cell.series.label, "nodes": _nodes(cell), "uplink_per_round_gb": _per_round(cell, "comm/uplink_gb"),
             "uplink_per_round_predicted_gb": _per_round(cell, "comm/uplink_predicted_gb"),
@@ -74,9 +75,9 @@ def _predicted_state(cell: Cell) -> float | None:
     return mean([sum(node[PARTS[part]] for part in _TRAINED) / 1e9 for node in nodes]) if nodes else None
 
 
-def _widest_gap(rows: list[dict[str, object]]) -> str:
+def _widest_gap(rows: list[dict[str, Any]]) -> str:
     gaps = [
-        abs(float(str(row[f"{name}_gb"])) / float(str(row[f"{name}_predicted_gb"])) - 1)
+        abs(row[f"{name}_gb"] / row[f"{name}_predicted_gb"] - 1)
         for row in rows
         for name in ("uplink_per_round", "trained_state")
         if row[f"{name}_gb"] and row[f"{name}_predicted_gb"]
@@ -84,7 +85,7 @@ def _widest_gap(rows: list[dict[str, object]]) -> str:
     return f" Largest deviation from the arithmetic: {percent(max(gaps))}." if gaps else ""
 
 
-def _alt(rows: list[dict[str, object]]) -> str:
+def _alt(rows: list[dict[str, Any]]) -> str:
     parts = [
         f"{row['arm']} at N = {row['nodes']}: {significant(row['uplink_per_round_gb'])} GB sent in a round,"
         f" {significant(row['trained_state_gb'])} GB trained state, {significant(row['tokens_per_s'])} tokens/s"
@@ -158,8 +159,7 @@ def sentence(analysis: Analysis) -> str:
         held = [cell_mean(cell, "mem/trained_state_gb") for cell in (cells[0], cells[-1])]
         if all(sent) and all(held):
             changes = [percent((two or 0.0) / (one or 1.0), digits=0) for one, two in (sent, held)]
-            parts.append(
-                f"{series.label} to {changes[0]} of the bytes of a round and {changes[1]} of the trained state"
-            )
+            parts.append(f"in {series.label} to {changes[0]} of the bytes and {changes[1]} of the trained state")
     values = evidence.x_values
-    return f"From {values[0]} to {values[-1]} nodes a node goes, in {join(parts, 'and in')}." if parts else ""
+    lead = f"From {values[0]} to {values[-1]} nodes, what a node sends in a round and holds goes"
+    return f"{lead} {join(parts)}." if parts else ""

@@ -106,7 +106,7 @@ def slices_figure(search: SearchEvidence) -> Figure | None:
     return Figure(
         id="search_slices",
         title=f"Slices of the search: {metric_name(metric)} along each setting",
-        caption=f"Every point with results; the other settings differ from point to point.{limits} Ringed: the winners.",
+        caption=f"All points with results; other settings differ from point to point.{limits} Ringed: the winners.",
         alt=f"{count(len(frame), 'point')} {join(words)}; {metric_name(metric)} from"
         f" {significant(frame[_VALUE].min())} to {significant(frame[_VALUE].max())}.",
         data=frame,

@@ -176,8 +176,8 @@ def _draw_pareto(evidence: Evidence, layout: Layout) -> matplotlib.figure.Figure
         axes.axhline(edge, color=ink.MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2)
         text = f"{'+' if edge > level else '−'}{percent(evidence.tolerance, digits=0)}"
         edges.append((edge, text if layout.narrow else f"tolerance {text}"))
-    sent = [point.sent for points in drawn.values() for point in points]
-    low, high = min(sent) / 2, max(sent) * 1.5
+    bytes_sent = [point.sent for points in drawn.values() for point in points]
+    low, high = min(bytes_sent) / 2, max(bytes_sent) * 1.5
     axes.set_xlim(low, high)
     ink.log_ticks(axes.xaxis, low, high)
     axes.margins(y=0.2)
