@@ -161,7 +161,10 @@ def test_every_trial_is_listed_with_its_numbers_and_a_link_to_its_folder(page: P
     shown = sorted(zip(page.column("trials", "trial"), page.column("trials", "validation loss"), strict=True))
     expected = sorted((r["trial"]["id"][:8], f"{r['metrics']['eval/loss']:.3f}") for r in results)
     assert shown == expected
-    folders = [link for link in page.links if "/trials/" in link]
+    events = [link for link in page.links if link.endswith("/events/")]
+    assert len(events) == 21
+    assert all((paths.html.parent / link / "node-0.jsonl").is_file() for link in events)
+    folders = [link for link in page.links if "/trials/" in link and link not in events]
     assert len(folders) == 21
     assert all((paths.html.parent / link / "result.json").is_file() for link in folders)
 
@@ -353,7 +356,7 @@ def test_report_names_no_folder_of_the_machine_and_links_only_what_is_there(tmp_
     page = only_html(study)
     assert "novels" in page.text
     assert "/home" not in page.text
-    links = [link for link in page.links if "/trials/" in link]
+    links = [link for link in page.links if "/trials/" in link and not link.endswith("/events/")]
     assert len(links) == 2
     assert len(page.column("trials", "trial")) == 3
 

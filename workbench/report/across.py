@@ -250,9 +250,8 @@ def _shared_table(studies: Sequence[Evidence], names: Sequence[str]) -> Table | 
             if not pairs:
                 continue
             metric = studies[later].metric
-            both = [
-                (a.metrics[metric], b.metrics[metric]) for a, b in pairs if metric in a.metrics and metric in b.metrics
-            ]
+            metrics = [(a.metrics, b.metrics) for a, b in pairs]
+            both = [(one[metric], other[metric]) for one, other in metrics if metric in one and metric in other]
             speeds = [
                 b.metrics["perf/tokens_per_s"] / a.metrics["perf/tokens_per_s"]
                 for a, b in pairs
@@ -299,7 +298,7 @@ def _origin_table(studies: Sequence[Evidence], names: Sequence[str], report_dir:
             {
                 "study": name, "report": f"../{study.folder.name}/index.html" if neighbour.is_file() else "",
                 "command": str(study.study.get("command") or ""), "started": origins.started_at(study)[:10],
-                "trials": f"{len(study.done)} of {len(study.trials)}" + (f", {missing} without result" if missing else ""),
+                "trials": f"{len(study.done)} of {len(study.trials)}" + (f", {missing} without" if missing else ""),
                 "codes": ", ".join(code[:12] for code in origins.codes(study)),
             }
         )  # fmt: skip

@@ -10,7 +10,7 @@ from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Evidence
 from workbench.report.figures import axis_of, frame_x
 from workbench.report.findings import Analysis, cell_mean, ratio
-from workbench.report.printing import axis_symbol, percent, sample_size
+from workbench.report.printing import axis_symbol, axis_value, percent, sample_size
 
 _TIME, _PREDICTED = "perf/round_time_s", "perf/round_time_predicted_s"
 
@@ -65,11 +65,12 @@ def finding(analysis: Analysis) -> str:
         if not shares:
             continue
         enough = [x for index, (x, _) in enumerate(shares) if all(share >= 1 - FREE for _, share in shares[index:])]
-        lead = f"{series.label} keeps {percent(shares[0][1], digits=0)} of {reference.label}'s speed at {shares[0][0]}"
+        kept, slowest = percent(shares[0][1], digits=0), axis_value(shares[0][0])
+        lead = f"{series.label} keeps {kept} of {reference.label}'s speed at {slowest}"
         ending = (
-            f"and at least {percent(1 - FREE, digits=0)} from {enough[0]} Mbit/s on"
+            f"and at least {percent(1 - FREE, digits=0)} from {axis_value(enough[0])} Mbit/s on"
             if enough
-            else f"and {percent(shares[-1][1], digits=0)} at {shares[-1][0]} Mbit/s, the fastest tested"
+            else f"and {percent(shares[-1][1], digits=0)} at {axis_value(shares[-1][0])} Mbit/s, the fastest tested"
         )
         parts.append(f"{lead} {ending}")
     n = max((len(cell.done) for cell in evidence.cells), default=0)

@@ -15,6 +15,7 @@ from workbench.report import captions, ink
 from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Cell, Evidence, Series
 from workbench.report.findings import Analysis, cell_mean, reference_level, tolerance_edge
+from workbench.report.labels import wrap
 from workbench.report.printing import (
     axis_label,
     axis_symbol,
@@ -74,7 +75,7 @@ def frame_x(axes: Axes, axis: Axis) -> None:
     """Scale, ticks, limits and label of an x axis."""
     ink.x_ticks(axes, [axis.positions[tick] for tick in axis.ticks], axis.ticks, log=axis.log)
     axes.set_xlim(*axis.limits)
-    axes.set_xlabel(axis.label)
+    axes.set_xlabel(wrap(axis.label, 0.7 * ink.column_pt(axes), 8.6))
 
 
 def loss_figure(analysis: Analysis) -> Figure | None:
@@ -110,7 +111,7 @@ def loss_figure(analysis: Analysis) -> Figure | None:
 
 def _draw_loss(analysis: Analysis, layout: Layout) -> matplotlib.figure.Figure:
     evidence, axis = analysis.evidence, axis_of(analysis.evidence)
-    figure, grid = ink.new_figure(layout, 3.4)
+    figure, grid = ink.new_figure(layout, max(3.4, 0.46 * (len(evidence.series) + 1)) if layout.narrow else 3.4)
     axes, styles = grid[0, 0], ink.styles(evidence)
     frame_x(axes, axis)
     labels = _draw_levels(analysis, axes, axis, layout)
@@ -121,7 +122,10 @@ def _draw_loss(analysis: Analysis, layout: Layout) -> matplotlib.figure.Figure:
         last = _draw_series(axes, axis, evidence, series, styles[series], dodge)
         if last is not None and evidence.x_values:
             detail = _spot_words(analysis, series) if not layout.narrow else ""
-            labels.append(ink.end_label(axes, last, series.label, styles[series].colour, detail=detail))
+            low, high = axes.get_ylim()
+            labels.append(
+                ink.end_label(axes, min(max(last, low), high), series.label, styles[series].colour, detail=detail)
+            )
         _draw_spot(analysis, axes, axis, series, styles[series], dodge)
     _draw_beyond(axes, axis, evidence, styles)
     axes.set_ylabel(metric_label(evidence.metric))

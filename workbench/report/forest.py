@@ -14,7 +14,7 @@ from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Evidence
 from workbench.report.findings import Analysis, Comparison, row_label
 from workbench.report.labels import wrap
-from workbench.report.printing import join, metric_name, minus, percent, percent_interval, sample_size
+from workbench.report.printing import join, metric_name, percent, percent_interval, sample_size
 
 MOST_ROWS = 48
 """Above this many rows the table alone shows the differences."""
@@ -108,9 +108,9 @@ def draw_rows(
         axes.axvline(edge, color=ink.MUTED, linewidth=0.9, linestyle=(0, (4, 3)))
     for row, (comparison, line) in enumerate(zip(comparisons, rows, strict=True)):
         _draw_row(axes, row, comparison, line.style, 100 * sign, (low, high))
-        text = minus(f"{100 * sign * comparison.interval.mean:+.1f}")
+        text = percent(sign * comparison.interval.mean, signed=True)
         axes.annotate(
-            f"{text}{'' if layout.narrow else chr(0xA0) + '%'}", (1, row), xycoords=("axes fraction", "data"),
+            text, (1, row), xycoords=("axes fraction", "data"),
             xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.2, annotation_clip=False,
         )  # fmt: skip
     axes.set_xlim(low, high)

@@ -140,8 +140,7 @@ def _draw(evidence: Evidence, panels: Sequence[Panel], other: str, layout: Layou
     for axes, panel in zip(grid.flat, panels, strict=False):
         _draw_panel(axes, evidence, panel, (low, high), room_pt=72 * layout.width_in / across)
         axes.set_title(panel.arm)
-        label = axis_label(evidence.x_path or "")
-        axes.set_xlabel(wrap(label, 60 * layout.width_in / across, 8.6))
+        axes.set_xlabel(wrap(axis_label(evidence.x_path or ""), 0.55 * ink.column_pt(axes), 8.6))
         axes.set_ylabel(axis_symbol(other) if axes.get_subplotspec().is_first_col() else "")
     return figure
 
@@ -175,7 +174,7 @@ def _draw_panel(axes: Axes, evidence: Evidence, panel: Panel, span: tuple[float,
             )  # fmt: skip
     axes.set_xlim(-0.55, len(panel.columns) - 0.45)
     axes.set_ylim(len(panel.rows) - 0.45, -0.55)
-    axes.set_xticks(range(len(panel.columns)), [axis_value(value) for value in panel.columns])
-    axes.set_yticks(range(len(panel.rows)), [axis_value(value) for value in panel.rows])
+    ink.x_ticks(axes, range(len(panel.columns)), panel.columns, log=False)
+    axes.set_yticks(range(len(panel.rows)), [wrap(axis_value(value), 0.2 * room_pt, 8.2) for value in panel.rows])
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from workbench.report.document import Layout
 from workbench.report.evidence import Evidence, Series
-from workbench.report.labels import fitting_columns, wrap
+from workbench.report.labels import fitting_columns, width_pt, wrap
 from workbench.report.printing import axis_value
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -159,6 +160,10 @@ def marker_style(style: Style, size: float = 5.5) -> dict[str, Any]:
     }  # fmt: skip
 
 
+CLOSE = 0.035
+"""Share of an axis below which the labels of two neighbouring ticks would touch."""
+
+
 def x_ticks(axes: Axes, positions: Sequence[float], values: Sequence[Any], *, log: bool) -> None:
     """Ticks at the tested values and nowhere else, thinned where they would touch."""
     if log:
@@ -166,7 +171,30 @@ def x_ticks(axes: Axes, positions: Sequence[float], values: Sequence[Any], *, lo
     axes.xaxis.set_major_locator(FixedLocator(list(positions)))
     axes.xaxis.set_minor_locator(NullLocator())
     labels = {position: axis_value(value) for position, value in zip(positions, values, strict=True)}
+    if not log:
+        for before, position in pairwise(sorted(labels)):
+            if position - before < CLOSE * (max(labels) - min(labels)) and labels[before]:
+                labels[position] = ""
+    labels = _fitting(axes, labels)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: labels.get(min(labels, key=lambda p: abs(p - x)), "")))
+
+
+def column_pt(axes: Axes) -> float:
+    """Width in points of a column of the figure's grid, with all that stands around its axes."""
+    place = axes.get_subplotspec()
+    return axes.figure.bbox.width * 72 / axes.figure.dpi / (place.get_gridspec().ncols if place else 1)
+
+
+def _fitting(axes: Axes, labels: dict[float, str]) -> dict[float, str]:
+    """Tick labels broken at spaces to stand side by side; turned where a single word is too wide for that."""
+    size, room = 8.2, 0.72 * column_pt(axes) / max(1, len(labels))
+    broken = {position: wrap(label, room, size) for position, label in labels.items()}
+    if max((width_pt(label, size) for label in broken.values()), default=0.0) > 1.15 * room and len(labels) > 1:
+        axes.tick_params(axis="x", labelrotation=30)
+        for label in axes.get_xticklabels():
+            label.set(horizontalalignment="right", rotation_mode="anchor")
+        return {position: wrap(label, 0.2 * column_pt(axes) + 20, size) for position, label in labels.items()}
+    return broken
 
 
 def log_ticks(axis: Any, low: float, high: float) -> None:
@@ -188,13 +216,13 @@ def few_ticks(axis: Any, most: int = 5) -> None:
 def without_outliers(values: Sequence[float]) -> tuple[float, float]:
     """Smallest and largest value, but for those so far out that they would squeeze the rest into a fifth of the room.
 
-    "Far out": beyond five times the distance of the median from the other end.
+    "Far out": beyond five times the distance of the median from the other end, unless more than a quarter of them is.
     """
     ordered = sorted(values)
     low, middle, high = ordered[0], ordered[len(ordered) // 2], ordered[-1]
     kept = [value for value in ordered if value <= low + 5 * (middle - low) or middle == low]
     kept = [value for value in kept if value >= high - 5 * (high - middle) or middle == high]
-    return (kept[0], kept[-1]) if len(kept) > 1 else (low, high)
+    return (kept[0], kept[-1]) if len(kept) >= max(2.0, 0.75 * len(ordered)) else (low, high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +283,7 @@ def spread(figure: Figure, labels: Iterable[EndLabel]) -> None:
     wanted = [_height_pt(figure, item.name) for item in items]
     order = sorted(range(len(items)), key=lambda index: wanted[index])
     placed = _relax([wanted[index] for index in order], [items[index].height_pt for index in order])
+    placed = _within(placed, [items[index].height_pt for index in order], figure.bbox.height * 72 / figure.dpi)
     for index, height in zip(order, placed, strict=True):
         item, shift = items[index], height - wanted[index]
         up = LINE_PT / 2 if item.detail else 0.0
@@ -282,6 +311,19 @@ def _relax(centres: list[float], heights: list[float]) -> list[float]:
         for index in block:
             placed[index] = edge + heights[index] / 2
             edge += heights[index]
+    return placed
+
+
+def _within(centres: list[float], heights: list[float], top: float) -> list[float]:
+    """The same without any beyond the page: pushed up from its lower edge, then down from ``top``."""
+    placed, floor = list(centres), 2.0
+    for index, height in enumerate(heights):
+        placed[index] = max(placed[index], floor + height / 2)
+        floor = placed[index] + height / 2
+    ceiling = top - 2.0
+    for index in reversed(range(len(placed))):
+        placed[index] = min(placed[index], ceiling - heights[index] / 2)
+        ceiling = placed[index] - heights[index] / 2
     return placed
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.report.document import Column, Table
-from workbench.report.evidence import Cell, Evidence
+from workbench.report.evidence import Cell, Evidence, Trial
 from workbench.report.findings import Analysis, Comparison, cell_mean, seed_interval
 from workbench.report.printing import (
     DASH,
@@ -67,6 +67,7 @@ def summary_table(analysis: Analysis) -> Table | None:
     rows = [_summary_row(evidence, cell) for cell in evidence.cells if cell.done]
     if not rows:
         return None
+    mixed = " Marked: rows whose trials were run by different code." if any(row["mixed_code"] for row in rows) else ""
     wire, memory = scales(evidence)
     unit = metric_unit(evidence.metric)
     return Table(
@@ -74,7 +75,8 @@ def summary_table(analysis: Analysis) -> Table | None:
         title="Results per arm",
         caption=f"Means over n seeds; interval: 95 % t interval of the mean {metric_name(evidence.metric)}. Bytes are"
         " per node and whole run, payload and framing. Trained state: weights, gradients and optimizer moments of the"
-        " largest node.",
+        f" largest node.{mixed}",
+        mark="mixed_code",
         frame=pd.DataFrame(rows),
         columns=(
             *arm_columns(evidence),
@@ -105,6 +107,7 @@ def _summary_row(evidence: Evidence, cell: Cell) -> dict[str, Any]:
         "trained_state_gb": cell_mean(cell, "mem/trained_state_gb"),
         "tokens_per_s": cell_mean(cell, "perf/tokens_per_s"),
         "merges": cell_mean(cell, "merge/count"),
+        "mixed_code": len({code_of(trial) for trial in cell.done}) > 1,
     }
 
 
@@ -204,6 +207,8 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
                     "arm": cell.series.label, "x": cell.x, "seed": trial.seed, "status": trial.status,
                     "primary": trial.metrics.get(evidence.metric), "trial": trial.name, "id": trial.id,
                     "folder": _link(evidence.folder / "trials" / trial.name, report_dir), "failed": not trial.done,
+                    "code": code_of(trial)[:8], "events": "events",
+                    "events_folder": _link(evidence.folder / "trials" / trial.name / "events", report_dir),
                     **trial.metrics,
                 }
             )  # fmt: skip
@@ -219,7 +224,8 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
         id="trials",
         title="All trials",
         caption="The name links to the trial's folder where that lies near the report: result.json holds the numbers,"
-        " events/*.jsonl what they were computed from. Wall-clock: from the first step's start to the end.",
+        " events/*.jsonl what they were computed from. In MLflow a trial is the run of its name in the study's"
+        " experiment. Wall-clock: from the first step's start to the end.",
         frame=frame,
         columns=(
             *arm_columns(evidence),
@@ -234,10 +240,21 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
                 align="left",
                 link="folder",
             ),
+            *((Column(key="code", heading="code", show=text, align="left"),) if frame["code"].nunique() > 1 else ()),
+            *(
+                (Column(key="events", heading="events", show=text, align="left", link="events_folder"),)
+                if (frame["events_folder"] != "").any()
+                else ()
+            ),
         ),
         sortable=True,
         mark="failed",
     )
+
+
+def code_of(trial: Trial) -> str:
+    """Digest of the code that ran a trial; empty where it is not known."""
+    return str(trial.part("provenance").get("code_digest") or "")
 
 
 def _link(folder: Path, report_dir: Path) -> str:
