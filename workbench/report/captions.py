@@ -116,8 +116,8 @@ def memory(evidence: Evidence) -> str:
     """Caption of the memory figure."""
     text = (
         "Left: bytes of the largest node by part, each at its peak and measured on its own; diamonds: the predicted"
-        " total. Right: peak resident memory of the whole process, which also holds the interpreter, the libraries and"
-        " the data."
+        " total; lines at 24, 48 and 80 GB where bars come near. Right: peak resident memory of the process, which also"
+        " holds the interpreter, the libraries and the data."
     )
     if evidence.gradient_series:
         arms = join([series.label for series in evidence.gradient_series])

@@ -42,7 +42,9 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
     numbers = words.key_numbers(analysis)
     against_x, against_bytes = figures.loss_figure(analysis), wire.pareto_figure(analysis)
     over_two, differences = grid.grid_figure(analysis), forest.forest_figure(analysis)
+    time_of_round = bandwidth.bandwidth_figure(analysis)
     leading = (
+        time_of_round,
         against_bytes if evidence.leads_with_bytes else None,
         over_two,
         differences if not evidence.x_values else None,
@@ -80,7 +82,7 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
             scaling.scaling_figure(analysis),
             wire.bytes_figure(analysis),
             unless_hero(against_bytes),
-            bandwidth.bandwidth_figure(analysis),
+            unless_hero(time_of_round),
             checks.prediction_bytes_table(evidence),
         ),
         _section("learning", "Learning curves", curves.curves_figure(analysis)),

@@ -23,6 +23,8 @@ MOST_POINTS = 400
 HIDDEN_SHARE = 0.1
 """Share of training, from the start, that may lie above the frame."""
 KINDS = ("validation", "train")
+ALONE: dict[str, Any] = {"marker": "o", "markersize": 4}
+"""How a curve of one point is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +168,7 @@ def _draw_panel(axes: Axes, evidence: Evidence, curves: Curves, clock: Clock, ki
             reach += list(x)
             axes.plot(
                 x, y, color=styles[series].colour, alpha=_strength(index, len(cells)), linewidth=1.2,
-                zorder=3 if series == evidence.reference else 2,
+                zorder=3 if series == evidence.reference else 2, **(ALONE if len(x) == 1 else {}),
             )  # fmt: skip
     _limits(axes, clock, bottoms, tops, reach)
 

@@ -148,5 +148,6 @@ def _reach(comparison: Comparison) -> list[float]:
 def _limits(values: list[float], edge: float) -> tuple[float, float]:
     """Room for everything but what is so far out that the rest would be squeezed together."""
     span = ink.without_outliers([*values, 0.0, 1.15 * edge])
-    room = 0.06 * (span[1] - span[0])
-    return span[0] - room, span[1] + room
+    low, high = min(span[0], 1.15 * edge), max(span[1], 1.15 * edge)
+    room = 0.06 * (high - low)
+    return low - room, high + room

@@ -91,7 +91,7 @@ def _caption(evidence: Evidence, compared: bool) -> str:
         return "Means over seeds. An empty field has no finished trial."
     text = (
         f"In per cent of the reference {evidence.reference.label if evidence.reference else ''}, mean of differences"
-        " paired by seed; darker is worse, and the scale ends where the rest would lose its shades."
+        " paired by seed; a stronger colour is worse, and the scale ends where the rest would lose its shades."
     )
     tolerance = percent(evidence.tolerance, digits=0)
     if len(evidence.seeds) > 1:

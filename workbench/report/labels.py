@@ -68,8 +68,8 @@ def place(axes: Axes, labels: Sequence[PointLabel], points: Sequence[tuple[float
 
     The layout of the figure must be done: positions are found in points on the page.
     """
-    scale, box = 72 / axes.figure.dpi, axes.bbox
-    inside: Box = (box.x0 * scale, box.y0 * scale, box.x1 * scale + 6, box.y1 * scale + 4)
+    scale, frame = 72 / axes.figure.dpi, axes.bbox
+    inside: Box = (frame.x0 * scale, frame.y0 * scale, frame.x1 * scale + 6, frame.y1 * scale + 4)
     on_page = np.asarray(axes.transData.transform(np.array(points, dtype=float))) * scale
     marks = [_around(x, y, _MARKER_PT, _MARKER_PT) for x, y in on_page]
     taken: list[Box] = []

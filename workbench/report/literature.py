@@ -47,13 +47,16 @@ def _row(quantity: str, published: str, ours: str, differs: str) -> dict[str, st
 
 
 def _of_method(evidence: Evidence, method: str) -> list[Series]:
-    return [series for series in evidence.series if series.method == method and _plain_wire(evidence, series)]
+    return [series for series in evidence.series if series.method == method and _plain(evidence, series)]
 
 
-def _plain_wire(evidence: Evidence, series: Series) -> bool:
-    """Whether its trials send float32, as the published runs did."""
+def _plain(evidence: Evidence, series: Series) -> bool:
+    """Whether its trials send float32 and no node is made to misbehave, as in the published runs."""
     configs = [trial.config for cell in evidence.cells_of(series) for trial in cell.done]
-    return all((lookup(config, "wire.dtype") or "float32") == "float32" for config in configs)
+    return all(
+        (lookup(config, "wire.dtype") or "float32") == "float32" and (lookup(config, "faults.kind") or "none") == "none"
+        for config in configs
+    )
 
 
 def _scale(evidence: Evidence) -> str:

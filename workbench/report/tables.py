@@ -29,7 +29,10 @@ from workbench.report.printing import (
     scale_for,
     significant,
 )
+from workbench.statistics import bootstrap_interval
 
+LEAST_RESAMPLED = 5
+"""Below this many seeds a percentile bootstrap is much too narrow, and is not given."""
 MOST_SEED_COLUMNS = 5
 """Above this many seeds the differences by seed are left to the CSV."""
 
@@ -130,6 +133,7 @@ def differences_table(analysis: Analysis) -> Table | None:
         ),
         Column(key="mean", heading="mean", show=_signed),
         *((Column(key="interval", heading="95 % interval", show=text),) if several else ()),
+        *((Column(key="bootstrap", heading="bootstrap", show=text),) if _resampled(analysis) else ()),
         Column(
             key="verdict",
             heading=f"{percent(evidence.tolerance, digits=0)} tolerance",
@@ -166,10 +170,17 @@ def _difference_row(comparison: Comparison) -> dict[str, Any]:
         "low": interval.low,
         "high": interval.high,
         "interval": percent_interval(interval),
+        "bootstrap": percent_interval(bootstrap_interval(list(comparison.relative.values())))
+        if comparison.n >= LEAST_RESAMPLED
+        else "",
         "verdict": comparison.verdict,
         "p": comparison.test.p if comparison.n > 1 else None,
         "holm_p": comparison.holm_p if comparison.n > 1 else None,
     }
+
+
+def _resampled(analysis: Analysis) -> bool:
+    return any(comparison.n >= LEAST_RESAMPLED for comparison in analysis.comparisons)
 
 
 def _differences_caption(analysis: Analysis) -> str:
@@ -180,9 +191,12 @@ def _differences_caption(analysis: Analysis) -> str:
     if len(evidence.seeds) < 2:
         return f"{text} One seed: a point can lie within or outside the tolerance, but carries no interval."
     smallest = min(comparison.test.smallest_p for comparison in analysis.comparisons)
+    resampled = (
+        f" Bootstrap: 95 % percentile interval, given from {LEAST_RESAMPLED} seeds on." if _resampled(analysis) else ""
+    )
     return (
-        f"{text} Interval: 95 % t interval of the mean difference. Within: all of it at or below the tolerance;"
-        " outside: all of it above; otherwise inconclusive. p: two-sided sign-flip permutation test, smallest reachable"
+        f"{text} Interval: 95 % t interval of the mean difference.{resampled} Within: all of it at or below the"
+        " tolerance; outside: all of it above; otherwise inconclusive. p: two-sided sign-flip permutation test, smallest reachable"
         f" {significant(smallest, 2)}; Holm: adjusted over the {axis_symbol(evidence.x_path or 'rows')} of an arm."
     )
 

@@ -169,9 +169,10 @@ def _spots_sentence(analysis: Analysis) -> str:
         return ""
     symbol = axis_symbol(evidence.x_path or "")
     rule = "loss" if len(evidence.seeds) == 1 else "upper bound"
+    few = len(analysis.spots) <= 3  # of more, the spread over resamples would bury the finding
     found = [
         f"{setting(evidence.x_path, spot.x)} for {series.label}"
-        f"{_spot_remarks(spot, symbol, analysis.spot_intervals.get(series))}"
+        f"{_spot_remarks(spot, symbol, analysis.spot_intervals.get(series) if few else None)}"
         for series, spot in analysis.spots.items()
         if spot is not None
     ]
