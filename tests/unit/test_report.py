@@ -480,19 +480,6 @@ def test_folder_that_is_no_study_exits_2_and_writes_nothing(tmp_path: Path, caps
         render(tmp_path, tmp_path / "out")
 
 
-def test_without_pango_the_page_is_written_and_one_line_says_what_to_install(
-    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "weasyprint", None)
-    content = json.loads((study / "study.json").read_text())
-    (tmp_path / "study.json").write_text(json.dumps(content | {"trials": []}))
-    paths = render(tmp_path, tmp_path / "out")
-    assert paths.pdf is None
-    assert paths.html.is_file()
-    assert len(paths.remarks) == 1
-    assert "libpango-1.0-0" in paths.remarks[0]
-
-
 def test_nothing_heavy_is_imported_before_a_report_is_rendered() -> None:
     code = (
         "import sys, workbench.report.render, workbench.report.__main__, workbench.statistics as s\n"

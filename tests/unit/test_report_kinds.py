@@ -364,3 +364,16 @@ def test_trials_of_different_code_are_marked_in_the_row_that_holds_both(tmp_path
     assert marked == ["spes"] and "run by different code" in summary.caption
     assert [column.heading for column in trials.columns if column.key == "code"] == ["code"]
     shutil.rmtree(folder)
+
+
+def test_bootstrap_intervals_stand_beside_student_s_from_five_seeds_on(tmp_path: Path) -> None:
+    found = {}
+    for n in (3, 6):
+        folder = made_up.write_study(tmp_path / str(n), seeds=range(n), intervals=(10,), curve_points=8)
+        found[n] = table_of(document(folder), "differences")
+    assert "bootstrap" not in [column.heading for column in found[3].columns]
+    assert "bootstrap" in [column.heading for column in found[6].columns]
+    values = np.array([found[6].frame.to_dict("records")[0][f"seed_{seed}"] for seed in range(6)])
+    low, high = scipy.stats.bootstrap((values,), np.mean, method="percentile", n_resamples=20_000).confidence_interval
+    shown = [float(text) for text in plain(found[6].frame["bootstrap"][0]).strip("[] %").replace("]", "").split(",")]
+    assert shown == pytest.approx([100 * low, 100 * high], abs=0.06)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,19 @@ def test_calls_in_parallel_keep_their_order_and_raise_what_they_raise() -> None:
 
     with pytest.raises(ValueError, match="this one"):
         in_parallel([fails, lambda: 1])
+
+
+def test_without_pango_the_page_is_written_and_one_line_says_what_to_install(
+    studies: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "weasyprint", None)
+    content = json.loads((studies[0] / "study.json").read_text())
+    (tmp_path / "study.json").write_text(json.dumps(content | {"trials": [], "report": {}}))
+    paths = render(tmp_path, tmp_path / "out")
+    assert paths.pdf is None
+    assert paths.html.is_file()
+    assert len(paths.remarks) == 1
+    assert "libpango-1.0-0" in paths.remarks[0]
 
 
 @pytest.mark.skipif(not BROWSER, reason="no headless Chromium here")

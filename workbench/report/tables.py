@@ -196,8 +196,9 @@ def _differences_caption(analysis: Analysis) -> str:
     )
     return (
         f"{text} Interval: 95 % t interval of the mean difference.{resampled} Within: all of it at or below the"
-        " tolerance; outside: all of it above; otherwise inconclusive. p: two-sided sign-flip permutation test, smallest reachable"
-        f" {significant(smallest, 2)}; Holm: adjusted over the {axis_symbol(evidence.x_path or 'rows')} of an arm."
+        " tolerance; outside: all of it above; otherwise inconclusive. p: two-sided sign-flip permutation test,"
+        f" smallest reachable {significant(smallest, 2)}; Holm: adjusted over the"
+        f" {axis_symbol(evidence.x_path or 'rows')} of an arm."
     )
 
 
