@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
+from spes_core.dataconfig import DataConfig as DataConfig
+from spes_core.dataconfig import DomainConfig as DomainConfig
 from spes_core.errors import ConfigError
 from spes_core.partition import Partition, PartitionKind, make_partition
 from spes_core.rules import check
@@ -58,41 +61,6 @@ class ModelConfig:
     def resolved_head_dim(self) -> int:
         """Width of one head after the default is applied."""
         return self.head_dim if self.head_dim is not None else self.d_model // self.num_heads
-
-
-@dataclass(frozen=True, kw_only=True)
-class DomainConfig:
-    """One of several corpora that are trained on together."""
-
-    corpus: str
-    """As data.corpus."""
-    weight: float | None = None
-    """Share of the training sequences, relative to the other domains' weights; null: as many as the domain has."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What is read, and in which portions."""
-
-    corpus: str = "stdlib"
-    """"stdlib" (the running interpreter's standard library), or a file or folder of text (.txt, .jsonl, .jsonl.gz)."""
-    domains: dict[str, DomainConfig] = field(default_factory=dict)
-    """Corpora by name, read instead of data.corpus: a mixture, validated on each."""
-    per_node: tuple[dict[str, float], ...] = ()
-    """One mixture a node, domain -> weight (a domain that is not named is not read); empty: every node reads all."""
-    tokenizer: str = "bpe"
-    """"bpe" (a byte-level BPE trained on the corpus), "bytes", or a folder with a Hugging Face tokenizer."""
-    tokenizer_vocab_size: int = 4096
-    """Size of the byte-level BPE that is trained on the corpus; at least 257 (256 bytes and the end of text)."""
-    validation_fraction: float = 0.02
-    """Share of the documents that is held out, chosen by a hash of the document's name."""
-    sequence_length: int = 128
-    """Tokens in one training sequence."""
-    global_batch_sequences: int = 32
-    """Sequences in one step over all nodes; a multiple of nodes × parallel.ranks_per_node."""
-    micro_batch_sequences: int | None = None
-    """Sequences of one forward and backward pass of one process, whose gradients add up over the step; a divisor of
-    its share of the global batch. Null: all at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +295,8 @@ class ValidationConfig:
     interval_tokens: int = 200_000
     """A validation is due at the first synchronized step at or after each multiple; the last step always has one."""
     max_sequences: int = 128
-    """Held-out sequences used, spread evenly over the validation split; all of them when it has fewer."""
+    """Held-out sequences used, spread evenly over the validation split; all of them when it has fewer. Of several
+    domains each gives as many, whatever its share of the training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,10 +378,14 @@ class RunConfig:
 
 
 NOT_IDENTITY = (
-    *("method", "log", "checkpoint", "wire.chunk_bytes", "init.weights", "data.tokenizer"),
+    *("method", "log", "checkpoint", "wire.chunk_bytes", "init.weights"),
+    *("data.tokenizer", "data.text_field", "data.max_repetition"),
     *(f"round.{name}" for name in ("timeout_s", "heartbeat_s", "lost_after_s", "retry_s")),
 )
 """Settings that change no weight and no validation, given the token files; they are outside a run's identity."""
+
+_NOT_WRITTEN_AT_DEFAULT = ("data.document_attention",)
+"""Settings that are newer than stored trials: at their default they are left out of the identity, which so stays."""
 
 _ROUND_SETTINGS = ("sync.interval_steps", "merge", "outer", "wire", "round", "aggregate", "link", "faults")
 
@@ -439,8 +412,7 @@ def inapplicable(config: RunConfig) -> tuple[str, ...]:
     paths += _inapplicable_to_rounds(config)
     if config.optim.name == "sgd":
         paths += ["optim.beta1", "optim.beta2", "optim.eps"]
-    if not config.data.domains:
-        paths += ["data.domains", "data.per_node"]
+    paths += ["data.corpus"] if config.data.domains else ["data.domains", "data.per_node"]
     if config.data.micro_batch_sequences is None or config.loss.balance_weight == 0:
         paths += ["loss.balance_fractions"]
     return tuple(paths)
@@ -482,8 +454,9 @@ def from_dict(data: object) -> RunConfig:
 
 def digest(config: RunConfig) -> str:
     """SHA-256 (hex) of all that decides this run's numbers: inapplicable and non-identity settings are left out."""
-    tree = to_dict(config)
-    for path in (*NOT_IDENTITY, *inapplicable(config)):
+    tree, default = to_dict(config), RunConfig()
+    unchanged = [path for path in _NOT_WRITTEN_AT_DEFAULT if attrgetter(path)(config) == attrgetter(path)(default)]
+    for path in (*NOT_IDENTITY, *inapplicable(config), *unchanged):
         *parents, leaf = path.split(".")
         branch = tree
         for key in parents:

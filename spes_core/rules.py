@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from spes_core.errors import Problem
+from spes_core.mixrules import mixture_problems
 from spes_core.schedules import checkpoint_steps
 
 if TYPE_CHECKING:
@@ -76,18 +78,53 @@ NOT_NEGATIVE = (
 )
 
 
+_DOTTED = re.compile(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*")
+
+
 def check(config: RunConfig) -> list[Problem]:
     """Every rule that a RunConfig breaks; empty when it can run.
 
-    Rules between settings are only looked at when each setting is in its own range.
+    Rules between settings are only looked at where each setting that they name is in its own range.
     """
-    return list(_ranges(config)) or [
+    broken = list(_ranges(config))
+    paths = [problem.path for problem in broken]
+    config = _with_defaults(config, paths)
+    between = [
         *_model_rules(config),
         *_batch_rules(config),
+        *mixture_problems(config),
         *_merge_rules(config),
         *_round_rules(config),
         *_init_rules(config),
     ]
+    return [*broken, *(problem for problem in between if not concerns(problem, paths))]
+
+
+def named_paths(problem: Problem) -> list[str]:
+    """The path of a problem, then every word of its message that could be a path."""
+    return list(dict.fromkeys([problem.path, *_DOTTED.findall(problem.message)]))
+
+
+def concerns(problem: Problem, paths: Collection[str]) -> bool:
+    """Whether a problem names one of the settings, or a group of settings that holds one, or a part of one."""
+    return any(
+        name == path or name.startswith(f"{path}.") or path.startswith(f"{name}.")
+        for name in named_paths(problem)
+        for path in paths
+    )
+
+
+def _with_defaults(config: RunConfig, paths: Collection[str]) -> RunConfig:
+    """The config with the default in place of each setting named."""
+    defaults = type(config)()
+    for path in paths:
+        group, dot, name = path.partition(".")
+        value = getattr(defaults, group)
+        if dot:
+            name = name.partition(".")[0]  # of a setting that is a mapping, all of it
+            value = replace(getattr(config, group), **{name: getattr(value, name)})
+        config = replace(config, **{group: value})
+    return config
 
 
 def _ranges(config: RunConfig) -> Iterator[Problem]:
@@ -117,6 +154,17 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
         yield Problem("aggregate.trim_fraction", f"({share:g}) must be at least 0 and below 0.5: it is cut at each end")
     if not config.data.corpus.strip():
         yield Problem("data.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
+    for name, domain in config.data.domains.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            yield Problem(f"data.domains.{name}", "must have a name of letters, digits, _ and -")
+        if not domain.corpus.strip():
+            yield Problem(f"data.domains.{name}.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
+    if not config.data.tokenizer.strip():
+        yield Problem("data.tokenizer", '("") must be bpe, bytes, or a folder with a Hugging Face tokenizer')
+    if not config.data.text_field:
+        yield Problem("data.text_field", '("") must name the field that holds the text')
+    if (limit := config.data.max_repetition) is not None and not 0 < limit < 1:
+        yield Problem("data.max_repetition", f"({limit:g}) must lie between 0 and 1, both excluded; null keeps all")
     if not 0 < (fraction := config.data.validation_fraction) < 1:
         yield Problem("data.validation_fraction", f"({fraction:g}) must lie between 0 and 1, both excluded")
     if (size := config.data.tokenizer_vocab_size) < 257:
@@ -140,7 +188,10 @@ def _model_rules(config: RunConfig) -> Iterator[Problem]:
             f"({model.d_model}) must be a multiple of model.num_heads ({model.num_heads}); or set model.head_dim",
         )
     elif (head_dim := model.resolved_head_dim) < 2 or head_dim % 2:
-        yield Problem("model.head_dim", f"({head_dim}) must be even and at least 2: rotary embedding turns pairs")
+        width = "" if model.head_dim is not None else "; null makes it model.d_model / model.num_heads"
+        yield Problem(
+            "model.head_dim", f"({head_dim}) must be even and at least 2: rotary embedding turns pairs{width}"
+        )
     if model.num_heads % model.num_kv_heads:
         yield Problem("model.num_kv_heads", f"({model.num_kv_heads}) must divide model.num_heads ({model.num_heads})")
     for path in ("model.d_model", "model.expert_hidden"):
@@ -189,7 +240,8 @@ def _batch_rules(config: RunConfig) -> Iterator[Problem]:
     if config.compute.compile and not in_one_process:
         yield Problem(
             "compute.compile",
-            "(true) must be false where several processes divide a model: their sums would break the compiled layers",
+            "(true) must be false where several processes divide a model (sync.exchange gradients, or"
+            " parallel.ranks_per_node above 1): their sums would break the compiled layers",
         )
 
 
@@ -220,7 +272,7 @@ def _round_rules(config: RunConfig) -> Iterator[Problem]:
             " above 1: a model that ranks divide cannot take over experts",
         )
     if faults.kind != "none" and not 0 <= faults.node < config.nodes:
-        yield Problem("faults.node", f"({faults.node}) must be a node of this run: 0 to {config.nodes - 1}")
+        yield Problem("faults.node", f"({faults.node}) must be a node of this run: 0 to nodes - 1 = {config.nodes - 1}")
     yield from _aggregate_rules(config)
 
 

@@ -45,10 +45,7 @@ def _read(kind: Any, data: object, path: str, problems: list[Problem]) -> Any:
         options = ", ".join(str(option) for option in args)
         return _wrong(path, data, f"one of {options}", problems, hint if "did you mean" in hint else "")
     if origin in (Union, types.UnionType):
-        if data is None and type(None) in args:
-            return None
-        inner = [option for option in args if option is not type(None)]
-        return _read(inner[0], data, path, problems)
+        return _read_union(args, data, path, problems)
     if origin is tuple:
         if not isinstance(data, list | tuple):
             return _wrong(path, data, "a list", problems)
@@ -60,6 +57,24 @@ def _read(kind: Any, data: object, path: str, problems: list[Problem]) -> Any:
     if kind is Any or kind is object:
         return data
     return _read_scalar(kind, data, path, problems)
+
+
+def _read_union(options: tuple[Any, ...], data: object, path: str, problems: list[Problem]) -> Any:
+    """Null, a word of a Literal, or what the first other option reads."""
+    if data is None and type(None) in options:
+        return None
+    literals = [option for option in options if typing.get_origin(option) is Literal]
+    others = [option for option in options if option not in literals and option is not type(None)]
+    words = [word for literal in literals for word in typing.get_args(literal)]
+    if not others:
+        return _read(literals[0], data, path, problems)
+    if isinstance(data, str) and data in words:
+        return data
+    before = len(problems)
+    value = _read(others[0], data, path, problems)
+    choice = "".join(f" or {word}" for word in words)
+    problems[before:] = [Problem(problem.path, problem.message + choice) for problem in problems[before:]]
+    return value
 
 
 def _read_scalar(kind: type, data: object, path: str, problems: list[Problem]) -> Any:

@@ -1,29 +1,39 @@
-"""The running of a study: trials one after another, each mirrored when it ends, then the report."""
+"""The running of a study: its trials, as many at the same time as there is room for, each mirrored; the report."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from contextlib import closing
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
+from workbench.budget import Budget, Slot
 from workbench.corpora import PreparedCorpus
 from workbench.dryrun import axis_paths, axis_text
-from workbench.execute import ExecutionSettings, StopRequest, TrialBusy, run_trial, stop_on_signals
+from workbench.durable import read_mapping
+from workbench.evaluating import Evaluations
+from workbench.execute import ExecutionSettings, TrialBusy, run_trial
 from workbench.launch.launcher import Launcher
 from workbench.launch.local import open_launcher
 from workbench.mirror import CLOSE_TIMEOUT_S, Mirror
 from workbench.mirrored import unmirrored
 from workbench.progress import Progress
 from workbench.provenance import collect
+from workbench.selection import is_selected
 from workbench.spec import Study
+from workbench.stopping import DivergenceRule, Rule, StopRequest, stop_on_signals
 from workbench.store import Stored, StudyFolder
 from workbench.sweep import axis_label
 from workbench.terminal import LiveLines, PlainLines, duration, print_table, progress_lines
+from workbench.together import Crew
 from workbench.trials import Corpus, Trial, Variant, identify
 
 Outcome = Literal["done", "some failed", "interrupted"]
+
+_ENDED_WELL = ("done", "pruned")
+_NO_FAILURE = (*_ENDED_WELL, "interrupted", "busy")
 
 _RESULT_COLUMNS = {
     "eval/loss": ("eval/loss", "{:.4f}"),
@@ -52,18 +62,33 @@ class Campaign:
         results: Path,
         report_dir: Path,
         command: str,
+        *,
+        only: Sequence[str] = (),
+        fail_fast: bool = False,
     ) -> None:
+        """``only``: patterns of the trials to run (`selection`); ``fail_fast``: the first failure stops the rest."""
         self._study, self._corpora, self._command = study, corpora, command
+        self._only, self._fail_fast = only, fail_fast
+        self._budget = Budget.of(study.resources)
         self._folder, self._report_dir = StudyFolder(results), report_dir
         self._trials = identify(study, variants, lambda corpus: corpora[corpus].header.digest)
         self._stored: dict[str, Stored] = {trial.id: self._folder.stored(trial) for trial in self._trials}
         self._provenance: dict[str, Any] = collect()
+        self._evaluations = Evaluations(
+            settings=study.evaluation,
+            device=study.launcher.device,
+            threads=study.launcher.threads,
+            timeout_s=study.resources.timeout_s,
+        )
         self._is_new = False
 
     def run(self, *, retry_failed: bool) -> Outcome:
         """Run what is not done, write the report, show the results."""
         self._say_what_stays([trial for trial in self._trials if self._is_pending(trial, retry_failed)])
         self._write_study()
+        if self._evaluate_earlier(retry_failed):
+            print("interrupted; the same command continues", flush=True)
+            return "interrupted"
         batches = self._batches(retry_failed)
         first = next(batches, None)
         if first is not None and self._run_trials(chain([first], batches), self._expected(first)):
@@ -71,12 +96,15 @@ class Campaign:
             return "interrupted"
         if first is None:
             self._catch_up()
+        self._take_from_others()
         report = self._report_dir / "index.html"
         if first is not None or self._is_new or not self._folder.is_older_than(report, self._trials):
             report = render_report(self._folder.path, self._report_dir)
         self._show_results()
+        self._evaluations.say_missing(self._trial_dirs())
         print(f"report: {_shown(report)}")
-        return "done" if all(stored.status == "done" for stored in self._stored.values()) else "some failed"
+        meant = [self._stored[trial.id] for trial in self._trials if is_selected(self._only, trial)]
+        return "done" if all(stored.status in _ENDED_WELL for stored in meant) else "some failed"
 
     def _batches(self, retry_failed: bool) -> Iterator[Sequence[Trial]]:
         """Trials to run, in groups: each is asked for when the one before has ended and is stored."""
@@ -87,19 +115,35 @@ class Campaign:
         """How many trials there are to run, or how many at most."""
         return len(first)
 
+    def _trial_dirs(self) -> list[Path]:
+        """The folders of all trials that study.json names."""
+        entries = read_mapping(self._folder.path / "study.json").get("trials") or ()
+        return [self._folder.path / "trials" / entry["name"] for entry in entries]
+
+    def _evaluate_earlier(self, retry_failed: bool) -> bool:
+        """Evaluate trials that are done and lack scores, without training them again; whether the user stopped it."""
+        with stop_on_signals() as stop_request:
+            if self._evaluations.catch_up(self._trial_dirs(), lambda: stop_request.made, retry=retry_failed):
+                self._stored = {trial.id: self._folder.stored(trial) for trial in self._trials}
+            return stop_request.made
+
     def _write_study(self) -> None:
         is_news = self._folder.write_study(self._study, self._trials, self._command, self._provenance)
         self._is_new = self._is_new or is_news
 
     def _is_pending(self, trial: Trial, retry_failed: bool) -> bool:
         stored = self._stored[trial.id]
-        return stored.will_run or (retry_failed and stored.status != "done")
+        asked_for = retry_failed or stored.status == "pruned"  # outside the search that pruned it, a trial is whole
+        return is_selected(self._only, trial) and (stored.will_run or (asked_for and stored.status != "done"))
 
     def _say_what_stays(self, pending: Sequence[Trial]) -> None:
-        skipped = [self._stored[trial.id] for trial in self._trials if trial not in pending]
+        meant = [trial for trial in self._trials if is_selected(self._only, trial)]
+        if len(meant) < len(self._trials):
+            print(f"{len(self._trials) - len(meant)} trials are left out by --only")
+        skipped = [self._stored[trial.id] for trial in meant if trial not in pending]
         done = [stored for stored in skipped if stored.status == "done"]
         if done:
-            print(f"{len(done)} of {len(self._trials)} trials are done already and are not run again")
+            print(f"{len(done)} of {len(meant)} trials are done already and are not run again")
         if len(skipped) > len(done):
             print(f"{len(skipped) - len(done)} trials failed earlier and stay so; --retry-failed runs them again")
         digest = self._provenance["code_digest"]
@@ -108,25 +152,57 @@ class Campaign:
             print(f"warning: {len(older)} of the done trials were made by other code than the present; see the report")
 
     def _run_trials(self, batches: Iterator[Sequence[Trial]], total: int) -> bool:
-        """Run trials in order; whether the user stopped them."""
+        """Run the trials of one group after another; whether the user stopped them."""
         with stop_on_signals() as stop_request, open_launcher() as launcher:
             mirror = Mirror(self._folder.path.parent, self._study.name)
             try:
                 print(f"{self._bound}{total} trials to run; preparing the engine and MLflow's store", flush=True)
                 _wait_for_store(mirror, stop_request)
                 with progress_lines(total) as lines:
-                    trials = enumerate(chain.from_iterable(batches), start=1)
-                    # A group is asked for only by a study that goes on: a search would take what was stopped for ended.
-                    while not stop_request.made and (item := next(trials, None)) is not None:
-                        number, trial = item
-                        lines.start(number, trial.name)
-                        stored = self._run_trial(trial, launcher, lines, stop_request)
-                        self._stored[trial.id] = stored
-                        lines.finish(_outcome(stored))
-                        mirror.add(self._folder.trial_dir(trial))
+                    self._carry_out(batches, self._crew(launcher, lines, stop_request), lines, mirror, stop_request)
             finally:
-                mirror.close(_MIRROR_STOP_S if stop_request.made else CLOSE_TIMEOUT_S)
-            return stop_request.made
+                mirror.close(_MIRROR_STOP_S if stop_request.signal is not None else CLOSE_TIMEOUT_S)
+            return stop_request.signal is not None
+
+    def _carry_out(
+        self,
+        batches: Iterator[Sequence[Trial]],
+        crew: Crew,
+        lines: PlainLines | LiveLines,
+        mirror: Mirror,
+        stop_request: StopRequest,
+    ) -> None:
+        numbers = count(1)
+
+        def begin(trial: Trial) -> None:
+            lines.start(next(numbers), trial.name)
+
+        # A group is asked for only by a study that goes on: a search would take what was stopped for ended.
+        while not stop_request.made and (batch := next(batches, None)) is not None:
+            with closing(crew.carry_out(batch, begin)) as ends:
+                for trial, stored in ends:
+                    self._stored[trial.id] = stored
+                    lines.finish(trial.name, _outcome(stored))
+                    if stored.status != "busy":  # whoever runs it mirrors it
+                        mirror.add(self._folder.trial_dir(trial))
+                    if self._fail_fast and stored.status not in _NO_FAILURE and not stop_request.made:
+                        stop_request.reason = f"{trial.name} is {stored.status} (--fail-fast)"
+
+    def _crew(self, launcher: Launcher, lines: PlainLines | LiveLines, stop_request: StopRequest) -> Crew:
+        resources, launching = self._study.resources, self._study.launcher
+        return Crew(
+            lambda trial, slot: self._run_trial(trial, slot, launcher, lines, stop_request),
+            lambda trial: self._budget.need(trial.config, resources, launching),
+            self._budget,
+            None if resources.parallel_trials == "auto" else resources.parallel_trials,
+            stop_request,
+        )
+
+    def _take_from_others(self) -> None:
+        """What other controllers have ended of the trials that they were running."""
+        for trial in self._trials:
+            if self._stored[trial.id].status == "busy" and (newest := self._folder.stored(trial)).result:
+                self._stored[trial.id] = newest
 
     def _catch_up(self) -> None:
         """Mirror what the mirror of an earlier run did not come to; MLflow is not started for nothing."""
@@ -135,29 +211,45 @@ class Campaign:
             Mirror(self._folder.path.parent, self._study.name).close()
 
     def _run_trial(
-        self, trial: Trial, launcher: Launcher, lines: PlainLines | LiveLines, stop_request: StopRequest
+        self, trial: Trial, slot: Slot, launcher: Launcher, lines: PlainLines | LiveLines, stop_request: StopRequest
     ) -> Stored:
-        """Run one trial, again when a process died without a word, as often as the study allows."""
+        """Run one trial, again when a process died without a word, as often as the study allows.
+
+        One that another controller has ended since this one began is not run a second time.
+        """
+        newest = self._folder.stored(trial)
+        if not newest.will_run and newest != self._stored[trial.id]:
+            return newest
+        resources, launching = self._study.resources, self._study.launcher
+        limit_gb = resources.trial_memory_gb
         settings = ExecutionSettings(
             data_dir=self._corpora[Corpus.of(trial.config.data)].folder,
-            device=self._study.launcher.device,
-            threads=self._study.launcher.threads,
-            server_address=f"127.0.0.1:{self._study.launcher.port}",
-            timeout_s=self._study.resources.timeout_s,
+            device=launching.device,
+            threads=launching.threads,
+            server_address=f"127.0.0.1:{launching.port}",
+            timeout_s=resources.timeout_s,
+            memory_limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
+            gpus=slot.gpus,
             provenance=self._provenance,
         )
 
         def show(progress: Progress) -> None:
             lines.update(progress)
 
-        for _ in range(1 + self._study.resources.retries):
+        for _ in range(1 + resources.retries):
+            folder, rules = self._folder.trial_dir(trial), self._rules(trial)
             try:
-                result = run_trial(trial, self._folder.trial_dir(trial), settings, launcher, show, stop_request)
+                result = run_trial(trial, folder, settings, launcher, show, stop_request, rules)
             except TrialBusy as error:
                 return Stored(status="busy", result={"error": {"message": str(error)}})
-            if not died_silently(result):
+            if stop_request.made or not died_silently(result):
                 break
+        result = self._evaluations.complete(self._folder.trial_dir(trial), result, lambda: stop_request.made)
         return Stored(status=result["status"], result=result)
+
+    def _rules(self, trial: Trial) -> list[Rule]:
+        """What may end a trial before its last step, the same in all arms."""
+        return [DivergenceRule(self._study.divergence)]
 
     def _show_results(self) -> None:
         axes = axis_paths(trial.axes for trial in self._trials)

@@ -7,6 +7,7 @@ later is reported where it was made.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,12 +44,17 @@ class Composition:
     """Group choices by the path that the group's settings land under: {"run.model": "model/tiny"}."""
     mistakes: tuple[str, ...] = ()
     """What is wrong so far; the parts concerned are left out of the tree, so that reading can find the rest."""
+    broken: tuple[str, ...] = ()
+    """The paths that mistakes concern, as far as they can be told."""
 
     def place(self, path: str) -> str:
         """Where a setting was written, or the nearest one around it: "file:line" or "override key=value"."""
         while path:
             if found := self.written(path):
                 return found
+            below = (line for key, line in self.source.lines.items() if key.startswith(f"{path}."))
+            if line := min(below, default=None):
+                return f"{self.source.path}:{line}"
             path = path.rpartition("[" if path.endswith("]") else ".")[0]
         return self.source.path
 
@@ -73,9 +79,9 @@ def compose_study(path: Path, overrides: Sequence[str] = ()) -> Composition:
     Raises StudyError when there is nothing to compose: no readable file, or an override that Hydra cannot apply.
     """
     source = read_yaml(path)
-    mistakes = list(source.mistakes)
-    parsed = _parse(overrides, mistakes)
-    defaults = _defaults(source, mistakes)
+    mistakes, broken = list(source.mistakes), list(source.broken)
+    parsed = _parse(overrides, mistakes, broken)
+    defaults = _defaults(source, mistakes, broken)
     document = _with_nested_keys(source)
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base=None, config_dir=str(CONF)):
@@ -91,10 +97,18 @@ def compose_study(path: Path, overrides: Sequence[str] = ()) -> Composition:
     GlobalHydra.instance().clear()
     for name in _arms_of(tree).keys() - methods.keys():
         _arms_of(tree)[name].pop("method", None)  # it has been refused; the typed reader need not do so again
-    return Composition(tree=tree, source=source, overrides=parsed, groups=_packages(choices), mistakes=tuple(mistakes))
+        broken.append(f"arms.{name}.method")
+    return Composition(
+        tree=tree,
+        source=source,
+        overrides=parsed,
+        groups=_packages(choices),
+        mistakes=tuple(mistakes),
+        broken=tuple(broken),
+    )
 
 
-def _parse(texts: Sequence[str], mistakes: list[str]) -> tuple[Override, ...]:
+def _parse(texts: Sequence[str], mistakes: list[str], broken: list[str]) -> tuple[Override, ...]:
     """The overrides that can be applied, in order."""
     parsed = []
     for text in texts:
@@ -102,9 +116,11 @@ def _parse(texts: Sequence[str], mistakes: list[str]) -> tuple[Override, ...]:
             override = OverridesParser.create().parse_override(text)
         except HydraException as error:
             mistakes.append(f"override {text}: is not of the form key=value, +key=value or ~key: {_reason(error)}")
+            broken.append(text.lstrip("+~").split("=")[0])
             continue
         if wrong := _wrong_override(override):
             mistakes.append(f"override {text}: {wrong}")
+            broken.append(_package(override.key_or_group))
         else:
             parsed.append(override)
     return tuple(parsed)
@@ -135,11 +151,18 @@ def _adds_setting(override: Override) -> bool:
     return bool(override.is_add()) and override.key_or_group not in group_names()
 
 
-def _defaults(source: Source, mistakes: list[str]) -> list[tuple[str, str]]:
+def _package(group: str) -> str:
+    """Where the settings of a group go, to which a choice was refused; another key is its own place."""
+    close = difflib.get_close_matches(group, group_names(), n=1)
+    return header_package(close[0], group_options(close[0])[0]) if close else group or "run"
+
+
+def _defaults(source: Source, mistakes: list[str], broken: list[str]) -> list[tuple[str, str]]:
     """(group, option) of each usable entry of the file's defaults list: "model/tiny" or {model: tiny}."""
     entries = source.data.get("defaults", [])
     if not isinstance(entries, list):
         mistakes.append(f"{source.path}:{source.lines['defaults']}: defaults must be a list such as [model/tiny]")
+        broken.append("defaults")
         return []
     pairs: dict[str, str] = {}
     for index, entry in enumerate(entries):
@@ -158,6 +181,7 @@ def _defaults(source: Source, mistakes: list[str]) -> list[tuple[str, str]]:
             wrong = wrong_choice(group, option)
         if wrong:
             mistakes.append(f"{source.path}:{source.lines[f'defaults[{index}]']}: defaults[{index}] ({entry}) {wrong}")
+            broken.append(_package(group))
         else:
             pairs[group] = option
     return list(pairs.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spes_core.config import DataConfig
+from spes_core.config import DataConfig, DomainConfig
 from spes_core.errors import ConfigError, DataError, Problem
 from workbench.errors import StudyError
 from workbench.trials import Corpus, Variant
@@ -51,7 +52,11 @@ def prepare_corpus(corpus: Corpus) -> PreparedCorpus:
 
     if found := find_corpus(corpus):
         return found
-    command = [sys.executable, "-c", _TOKENIZE, "--corpus", corpus.path]
+    command = [sys.executable, "-c", _TOKENIZE]
+    command += [word for name, source in corpus.domains for word in ("--domain", f"{name}={source}")]
+    command += [] if corpus.domains else ["--corpus", corpus.path]
+    command += ["--tokenizer", corpus.tokenizer, "--text-field", corpus.text_field]
+    command += [] if corpus.max_repetition is None else ["--max-repetition", repr(corpus.max_repetition)]
     command += ["--vocab-size", str(corpus.tokenizer_vocab_size)]
     command += ["--validation-fraction", str(corpus.validation_fraction)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environment({}))
@@ -76,15 +81,20 @@ def require_enough(study: Study, variants: Sequence[Variant], corpora: dict[Corp
 
 
 def corpus_mistake(study: Study, variants: Sequence[Variant], corpus: Corpus, error: DataError) -> StudyError:
-    """The error of a corpus that cannot be used, at the place that names the corpus."""
+    """The error of a corpus that cannot be used, at the place of the setting that the error begins with."""
     reader = next(variant for variant in variants if Corpus.of(variant.config.data) == corpus)
-    path = "data.corpus"
+    named = re.match(r"data(\.[A-Za-z0-9_-]+)+", str(error))
+    path = named.group() if named else "data.domains" if corpus.domains else "data.corpus"
     return StudyError([study.locate_run(reader.arm, reader.axes, Problem(path, f"cannot be used: {error}"))])
 
 
 def _data_config(corpus: Corpus) -> DataConfig:
     return DataConfig(
-        corpus=corpus.path,
+        corpus=DataConfig.corpus if corpus.domains else corpus.path,
+        domains={name: DomainConfig(corpus=source) for name, source in corpus.domains},
+        tokenizer=corpus.tokenizer,
+        text_field=corpus.text_field,
+        max_repetition=corpus.max_repetition,
         tokenizer_vocab_size=corpus.tokenizer_vocab_size,
         validation_fraction=corpus.validation_fraction,
     )

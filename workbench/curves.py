@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -38,18 +38,35 @@ def train_curve(config: RunConfig, recording: Recording) -> list[dict[str, Any]]
 
 
 def validation_curve(config: RunConfig, recording: Recording) -> list[dict[str, Any]]:
-    """One point per validation that all nodes finished: Σ loss / Σ tokens over their shares."""
+    """One point per validation that all nodes finished: Σ loss / Σ tokens over their shares.
+
+    Where the corpus has several domains, "loss_nats/<domain>" and "bits_per_byte/<domain>" are those of each.
+    """
     points = []
     where = _axes(config, recording)
     for step, events in recording.by_step("validation").items():
-        tokens, target_bytes = total(events, "target_tokens"), total(events, "target_bytes")
-        if len(events) < config.num_recorders or not tokens:
+        if len(events) < config.num_recorders or not total(events, "target_tokens"):
             continue
-        loss_sum_nats = total(events, "loss_sum_nats")
-        bits_per_byte = loss_sum_nats / math.log(2) / target_bytes if target_bytes else None
-        point = where(step, events)
-        points.append({**point, "loss_nats": loss_sum_nats / tokens, "bits_per_byte": bits_per_byte})
+        point = where(step, events) | _validated(events)
+        for name in events[0].get("domains", {}):
+            of_domain = _validated([event["domains"][name] for event in events])
+            point |= {f"{field}/{name}": value for field, value in of_domain.items()}
+        points.append(point)
     return points
+
+
+def validated_domains(point: Mapping[str, Any]) -> list[str]:
+    """The domains that a point of a validation curve tells of; none where the corpus is not divided."""
+    return [key.removeprefix("loss_nats/") for key in point if key.startswith("loss_nats/")]
+
+
+def _validated(shares: list[Event]) -> dict[str, float | None]:
+    """Loss over all shares of a validation set."""
+    loss_sum_nats, tokens, target_bytes = (total(shares, f) for f in ("loss_sum_nats", "target_tokens", "target_bytes"))
+    return {
+        "loss_nats": loss_sum_nats / tokens,
+        "bits_per_byte": loss_sum_nats / math.log(2) / target_bytes if target_bytes else None,
+    }
 
 
 def first_step_s(recording: Recording) -> float | None:

@@ -64,7 +64,8 @@ def describe_search(study: Study, search: Search, stand_ins: Sequence[Variant]) 
         f"  space: {size}; {search.target} of them are tried ({search.sampler}) with {len(study.seeds)} seeds each",
     ]
     if search.pruner:
-        lines.append(f"  pruner: {search.pruner}, after each seed")
+        within = ", and at each validation of the first" if search.prunes_runs else ""
+        lines.append(f"  pruner: {search.pruner}, after each seed{within}")
     if search.confirm.seeds:
         seeds = ", ".join(map(str, search.confirm.seeds))
         lines.append(f"  the best {search.confirm.top} are run again with fresh seeds {seeds}: {confirmed} trials")
@@ -133,6 +134,8 @@ def _notes(
 ) -> list[str]:
     to_run = sum(status.startswith("will run") for status in statuses)
     notes = [f"{to_run} of {len(variants)} trials will run{' before the search' if study.search else ''}."]
+    if study.evaluation.tasks:
+        notes.append(f"Each is then scored on {', '.join(study.evaluation.tasks)}, where it is not yet.")
     if any("not prepared" in status for status in statuses):
         notes.append("The corpus is not prepared yet: trials get their ids when the study runs.")
     if warning := merge_warning(variants):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spes_core.config import to_dict
 from spes_core.errors import Problem
+from workbench.doubt import is_open
 from workbench.sweep import value_text
 from workbench.trees import covers, leaves, lookup
 
@@ -15,21 +16,26 @@ if TYPE_CHECKING:
     from workbench.trials import Variant
 
 _BUDGET = "budget_tokens"
+_STEPS = (_BUDGET, "data.global_batch_sequences", "data.sequence_length")
 
 
-def differences(study: Study, variants: Sequence[Variant]) -> list[str]:
-    """One line for each setting under the study's ``equal`` that differs between two arms; empty when all agree."""
+def differences(study: Study, variants: Sequence[Variant], open_paths: Collection[str] = ()) -> list[str]:
+    """One line for each setting under the study's ``equal`` that differs between two arms; empty when all agree.
+
+    ``open_paths``: settings that are left out, because of other mistakes about them.
+    """
     firsts = {variant.arm.name: variant for variant in reversed(variants)}
     if len(firsts) < 2:
         return []
     axes = {path for arm in study.arms for path in arm.sweep.axes}
     mistakes = []
-    for path, values in _compared(firsts, study.equal, axes).items():
+    for path, values in _compared(firsts, study.equal, axes | set(open_paths)).items():
         if len({repr(value) for value in values.values()}) > 1:
             shown = ", ".join(f"{arm} has {value_text(value)}" for arm, value in values.items())
             message = f"must be equal in all arms ({shown}); set it under run, or take it out of equal"
             mistakes.append(_locate(study, path, list(values), message))
-    if _BUDGET in study.equal and not any(covers(axis, _BUDGET) for axis in axes) and not mistakes:
+    is_known = not any(is_open(path, open_paths) for path in _STEPS)
+    if _BUDGET in study.equal and not any(covers(axis, _BUDGET) for axis in axes) and not mistakes and is_known:
         mistakes += _rounded_budgets(study, variants)
     return mistakes
 

@@ -20,13 +20,9 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import signal
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,19 +31,12 @@ from spes_core.errors import SpesError
 from spes_core.events import cut_events
 from spes_core.runfile import RunFile
 from workbench.durable import read_json, read_mapping, write_json
-from workbench.failures import Failure, describe, first_failed
-from workbench.follow import EventTail, TrialState
-from workbench.launch.launcher import Launcher, LaunchError, Running, count_running, stop
-from workbench.processes import SERVER, plan
+from workbench.launch.launcher import Launcher, LaunchError
 from workbench.progress import OnProgress
 from workbench.results import build_result
+from workbench.stopping import Rule, StopRequest, stop_on_signals
 from workbench.trials import Trial
-
-Status = Literal["done", "failed", "interrupted", "timeout"]
-
-PROGRESS_INTERVAL_S = 0.5
-_POLL_S = 0.25
-_SERVER_LINGER_S = 60.0
+from workbench.watch import Limits, Watch, unlaunched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,43 +53,16 @@ class ExecutionSettings:
     """Where the server listens; port 0 lets it choose."""
     timeout_s: float | None = None
     """Longest time that one trial may take; None for no limit."""
+    memory_limit_bytes: int | None = None
+    """Most memory that the processes of one trial may hold together; None for no limit."""
+    gpus: tuple[str, ...] | None = None
+    """The GPUs that the trial may see, as CUDA_VISIBLE_DEVICES names them; None for all."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Origin of the code and the machine, stored with each trial."""
 
 
-class StopRequest:
-    """Whether the user asked to stop; set by signal handlers, read by whoever waits."""
-
-    def __init__(self) -> None:
-        self.signal: int | None = None
-
-    @property
-    def made(self) -> bool:
-        """Whether a stop was asked for."""
-        return self.signal is not None
-
-
 class TrialBusy(SpesError):
     """Another controller is running this trial."""
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn Ctrl-C, SIGTERM and SIGHUP into a request, so that nothing is interrupted half-way.
-
-    In another than the main thread, where Python allows no handlers, the request is never made.
-    """
-    request = StopRequest()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    before = {number: signal.signal(number, lambda got, _: setattr(request, "signal", got)) for number in numbers}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def run_trial(
@@ -110,17 +72,19 @@ def run_trial(
     launcher: Launcher,
     on_progress: OnProgress | None = None,
     stop_request: StopRequest | None = None,
+    rules: Sequence[Rule] = (),
 ) -> dict[str, Any]:
     """Run one trial and return what its result.json holds; a trial that is done already is not run again.
 
     ``on_progress`` is called at most twice a second. When a stop is requested (by default: Ctrl-C, SIGTERM), the
-    result has status "interrupted". Raises TrialBusy when another controller runs the same trial.
+    result has status "interrupted"; ``rules`` see all events and may end the trial with a status of their own. Several
+    trials may run at the same time, in threads. Raises TrialBusy when another controller runs the same trial.
     """
     if stop_request is None:
         with stop_on_signals() as stop_request:
-            return run_trial(trial, trial_dir, settings, launcher, on_progress, stop_request)
+            return run_trial(trial, trial_dir, settings, launcher, on_progress, stop_request, rules)
     trial_dir.mkdir(parents=True, exist_ok=True)
-    with _exclusive(trial_dir):
+    with exclusive(trial_dir):
         stored = read_mapping(trial_dir / "result.json")
         if stored.get("status") == "done":
             return stored
@@ -128,12 +92,13 @@ def run_trial(
             launcher.wait_ready()
         except LaunchError as error:
             describe_trial(trial, trial_dir, settings)  # what an earlier attempt left stays: this one has nothing
-            outcome = _unlaunched(error)
+            outcome = unlaunched(error)
         else:
             step = keep_resumable(trial, trial_dir, settings)
             run = prepare(trial, trial_dir, settings)
-            execution = _Execution(run, trial_dir, launcher, on_progress, stop_request, step)
-            outcome = execution.carry_out(settings.timeout_s)
+            limits = Limits(timeout_s=settings.timeout_s, memory_bytes=settings.memory_limit_bytes, gpus=settings.gpus)
+            watch = Watch(run, trial_dir, launcher, limits, stop_request, on_progress, rules, resumed_at_step=step)
+            outcome = watch.carry_out()
         write_json(trial_dir / "outcome.json", outcome)
         if outcome["status"] == "done":
             shutil.rmtree(trial_dir / "checkpoints", ignore_errors=True)
@@ -212,112 +177,8 @@ def describe_trial(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -
     return run
 
 
-class _Execution:
-    """The processes of one trial, from start to end."""
-
-    def __init__(
-        self,
-        run: RunFile,
-        trial_dir: Path,
-        launcher: Launcher,
-        on_progress: OnProgress | None,
-        stop_request: StopRequest,
-        resumed_at_step: int,
-    ) -> None:
-        self._run, self._trial_dir, self._launcher = run, trial_dir, launcher
-        self._on_progress, self._stop_request = on_progress, stop_request
-        self._processes: list[Running] = []
-        self._tail = EventTail(trial_dir / "events")
-        self._resumed_at_step = resumed_at_step
-        self._state = TrialState(run.trial, run.config.total_steps, resumed_at_step)
-        self._launched_at_s = time.time()
-        self._reported_at_s = 0.0
-
-    def carry_out(self, timeout_s: float | None) -> dict[str, Any]:
-        """Start everything, watch until the end, leave no process; returns the content of outcome.json."""
-        try:
-            self._start()
-            status, failure = self._watch(timeout_s)
-        except LaunchError as error:
-            status, failure = "failed", Failure(message=str(error), process=None, log_tail=[])
-        except KeyboardInterrupt:
-            status, failure = "interrupted", _interruption("Ctrl-C")
-        finally:
-            stop(self._launcher, self._processes)
-        self._report(at_once=True)
-        return {
-            "status": status,
-            "error": asdict(failure) if failure else None,
-            "launched_at_s": self._launched_at_s,
-            "resumed_at_step": self._resumed_at_step,
-            "started_at": _iso(self._launched_at_s),
-            "finished_at": _iso(time.time()),
-        }
-
-    def _start(self) -> None:
-        for spec in plan(self._run, self._trial_dir):
-            log = self._trial_dir / "logs" / spec.log_name
-            self._processes.append(self._launcher.start(spec, log))
-
-    def _watch(self, timeout_s: float | None) -> tuple[Status, Failure | None]:
-        """Wait for the end of all processes, or for a reason to end them."""
-        nodes_ended_at_s: float | None = None
-        while True:
-            if self._stop_request.signal is not None:
-                return "interrupted", _interruption(signal.Signals(self._stop_request.signal).name)
-            if (failed := first_failed(self._processes)) is not None:
-                log = self._trial_dir / "logs" / f"{failed.name}.log"
-                return "failed", describe(failed, log)
-            if not count_running(self._processes):
-                return "done", None
-            elapsed_s = time.time() - self._launched_at_s
-            if timeout_s is not None and elapsed_s > timeout_s:
-                return "timeout", self._overdue(timeout_s)
-            if not count_running([process for process in self._processes if process.name != SERVER]):
-                nodes_ended_at_s = nodes_ended_at_s or time.time()
-                if time.time() - nodes_ended_at_s > _SERVER_LINGER_S:
-                    message = f"the server did not end within {_SERVER_LINGER_S:g} s after the last node"
-                    return "failed", Failure(message=message, process=SERVER, log_tail=[])
-            self._report()
-            self._launcher.wait(self._processes, _POLL_S)
-
-    def _report(self, *, at_once: bool = False) -> None:
-        now_s = time.time()
-        if self._on_progress is None or not (at_once or now_s - self._reported_at_s >= PROGRESS_INTERVAL_S):
-            return
-        self._reported_at_s = now_s
-        self._state.update(self._tail.poll())
-        self._on_progress(self._state.progress(now_s - self._launched_at_s))
-
-    def _overdue(self, timeout_s: float) -> Failure:
-        self._state.update(self._tail.poll())
-        progress = self._state.progress(timeout_s)
-        message = (
-            f"resources.timeout ({timeout_s:g} s) was reached at step {progress.step} of {progress.total_steps}; "
-            "raise it or lower budget_tokens"
-        )
-        return Failure(message=message, process=None, log_tail=[])
-
-
-def _unlaunched(error: LaunchError) -> dict[str, Any]:
-    """The content of outcome.json of a trial of which no process could be started."""
-    now = _iso(time.time())
-    failure = Failure(message=str(error), process=None, log_tail=[])
-    return {
-        "status": "failed",
-        "error": asdict(failure),
-        "launched_at_s": None,
-        "started_at": now,
-        "finished_at": now,
-    }
-
-
-def _interruption(by: str) -> Failure:
-    return Failure(message=f"stopped by {by}", process=None, log_tail=[])
-
-
 @contextmanager
-def _exclusive(trial_dir: Path) -> Iterator[None]:
+def exclusive(trial_dir: Path) -> Iterator[None]:
     """Hold the trial's folder; the system lets go when this process dies."""
     folder = os.open(trial_dir, os.O_RDONLY)
     try:
@@ -337,7 +198,3 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _iso(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds")

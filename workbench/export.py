@@ -1,8 +1,8 @@
 """One archive of a study that another person can unpack and verify.
 
-It holds study.json; of each trial run.json, trial.json, outcome.json, result.json, events and logs (final weights where
-asked for); the report; and manifest.json with the SHA-256 of each file. Tokens, checkpoints and addresses stay here.
-The same files give the same bytes: names are sorted, and times and owners left out.
+It holds study.json; of each trial run.json, trial.json, outcome.json, result.json, evaluation.json, events and logs
+(final weights where asked for); the report; and manifest.json with the SHA-256 of each file. Tokens, checkpoints and
+addresses stay here. The same files give the same bytes: names are sorted, and times and owners left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ from workbench.durable import read_mapping
 from workbench.errors import StudyError
 from workbench.integrity import MANIFEST, file_sha256
 
-_TRIAL = ("run.json", "trial.json", "outcome.json", "result.json", "events/*.jsonl", "logs/*.log", "provenance/**/*")
+_TRIAL = (
+    "run.json",
+    "trial.json",
+    "outcome.json",
+    "result.json",
+    "evaluation.json",
+    "events/*.jsonl",
+    "logs/*.log",
+    "provenance/**/*",
+)
 _WEIGHTS = "weights/*.safetensors"
 _STUDY = ("study.json", "search/*.json", "provenance/**/*")
 

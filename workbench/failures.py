@@ -1,4 +1,4 @@
-"""Which process of a trial failed first, and what it said."""
+"""Which process of a trial failed first, of what kind the failure is, and what the process said."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from workbench.launch.launcher import Running
+
+Status = Literal["done", "failed", "oom", "diverged", "timeout", "interrupted", "pruned"]
+"""How a trial ended. Not done, and not for a reason of its own: only a "failed" one may be tried again by itself."""
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"\s*(?:\[rank\d+\]:\s*)?((?!\S*ChildFailedError)[A-Za-z_][\w.]*(?:Error|Exception)(?::.*)?)$")
 """The line of a traceback that names the exception, except torchrun's own, which only says that a rank failed."""
+_OUT_OF_MEMORY = re.compile(
+    r"\b(?:OutOfMemoryError|MemoryError|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED)\b"
+    r"|CUDA (?:error: )?out of memory|not enough memory|(?:[Cc]annot|can't) allocate memory"
+)
+"""What Python, torch, CUDA and the system say when memory has run out."""
+_DIVERGED = re.compile(r"^error: .*\bhas diverged\b")
+"""How the engine ends a run that has nothing finite left to train on (spes_core.errors.Diverged)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +45,26 @@ def first_failed(processes: Sequence[Running]) -> Running | None:
     return min(failed, key=lambda process: process.ended_order, default=None)
 
 
-def describe(process: Running, log: Path) -> Failure:
+def classify(process: Running, log: Path, *, killed_for_memory: bool = False) -> Status:
+    """The kind of a process's failure; ``killed_for_memory``: whether the kernel has killed something for it."""
+    lines = last_lines(log)
+    killed = process.returncode == -signal.SIGKILL or any("SIGKILL" in line for line in lines)
+    if (killed and killed_for_memory) or any(_OUT_OF_MEMORY.search(line) for line in lines):
+        return "oom"
+    return "diverged" if any(_DIVERGED.search(line) for line in lines) else "failed"
+
+
+def describe(process: Running, log: Path, *, killed_for_memory: bool = False) -> Failure:
     """What is known about a failed process: its own last ``error:`` line, or how it ended."""
     lines = tail(log)
     said = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
-    message = said[-1] if said else _ending(process, lines)
+    message = said[-1] if said else _ending(process, lines, killed_for_memory)
     return Failure(message=message, process=process.name, log_tail=lines[-_TAIL_LINES:])
+
+
+def last_lines(log: Path) -> list[str]:
+    """The few last lines of a log that a result keeps."""
+    return tail(log)[-_TAIL_LINES:]
 
 
 def tail(log: Path) -> list[str]:
@@ -60,10 +84,12 @@ def last_words(stderr: IO[bytes]) -> str:
     return next((line for line in reversed(lines) if line.strip()), "it said nothing")
 
 
-def _ending(process: Running, lines: list[str]) -> str:
+def _ending(process: Running, lines: list[str], killed_for_memory: bool) -> str:
     assert process.returncode
     raised = [match[1] for line in lines if (match := _EXCEPTION.match(line))]
     last = f": {(raised or lines)[-1]}" if lines else ""
+    if process.returncode == -signal.SIGKILL and killed_for_memory:
+        return f"{process.name} was killed (SIGKILL) by the system, which had run out of memory{last}"
     if process.returncode == -signal.SIGKILL:
         return f"{process.name} was killed (SIGKILL), which the system does when memory runs out{last}"
     if process.returncode < 0:

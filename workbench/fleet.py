@@ -1,10 +1,10 @@
 """Rounds of many nodes, simulated: unequal links and speeds, failures, and one server, shards of it, or a tree.
 
-A round: every node computes H steps at its own speed; sends what it trains; and receives what it lacks, while others
-still send, but not before the last upload has arrived. A server's link serves transfers in the order in which they
-begin, and is never idle while one waits. S shards hold 1/S of every node's bytes each. In a tree each server has
-fan_out children and passes on the shared tensors once for its whole subtree, and every expert of it; transfers are
-pipelined, so the slowest level counts, and each level adds a round trip.
+A round: every node computes H steps at its own speed, sends what it trains, and receives what it lacks: the experts of
+a layer once everyone has sent those of that layer, while later ones are still on their way up. A server's link serves
+transfers in the order in which they begin, and is never idle while one waits. S shards hold 1/S of every node's bytes
+each. In a tree each server has fan_out children and passes on the shared tensors once for its whole subtree, and every
+expert of it; transfers are pipelined, so the slowest level counts, and each level adds a round trip.
 
 Not simulated: encoding, aggregation, merges, slow starts of connections, correlation of failures. Numbers are drawn
 from a seed; spreads are the standard deviation of the logarithm around the stated value.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from spes_core.config import LinkConfig, RunConfig
 from spes_core.link import Direction, rate_bytes_per_s
 from spes_core.model.counting import tensor_shapes
-from spes_core.names import expert_of
+from spes_core.names import expert_of, layer_of
 from spes_core.partition import make_partition
 from spes_core.wireformat import FORMATS
 from workbench.costs import step_s
@@ -191,6 +192,7 @@ class _Network:
 
     def __init__(self, config: RunConfig, fleet: Fleet, sizes: Payloads, up_s: Array, down_s: Array) -> None:
         self._sizes, self._up_s, self._down_s, self._fleet = sizes, up_s, down_s, fleet
+        self._groups = _groups(config)
         server = LinkConfig(uplink_mbps=fleet.server_mbps, downlink_mbps=fleet.server_mbps)
         self._rate = rate_bytes_per_s(server, "up") * (1 if fleet.fan_out else fleet.shards)
         self._rtt_s = config.link.rtt_ms / 1e3
@@ -199,31 +201,42 @@ class _Network:
         """Seconds from ``last_s``, when nobody else is waited for, to the end of the last download: with own links
         alone, and with the servers' too.
 
-        Three round trips: the upload is agreed on, confirmed, and the download asked for (`spes_core.link.round_s`).
+        A group of tensors is sent back while later ones are still uploaded, but not before everyone has sent it. Three
+        round trips: the upload is agreed on, confirmed, and the download asked for (`spes_core.link.round_s`).
         """
-        ready, up_s, down_s = ready_s[present], self._up_s[present], self._down_s[present]
-        trips_s = 3 * self._rtt_s * self._levels(len(ready))
-        own_s = max(float((ready + up_s).max()) - last_s, float(down_s.max()))
-        up_end_s, server_down_s = self._of_servers(present, ready)
-        whole_s = max(own_s, up_end_s - last_s, server_down_s)
-        return own_s + trips_s, whole_s + trips_s
-
-    def _of_servers(self, present: NDArray[np.bool_], ready: Array) -> tuple[float, float]:
-        """When the servers have taken the last upload, and the seconds that all downloads take them."""
+        ready = ready_s[present]
         up, down = self._sizes.up[present], self._sizes.down[present]
+        up_rate, down_rate = (
+            _rate(size, time) for size, time in ((up, self._up_s[present]), (down, self._down_s[present]))
+        )
+        passed_up, left_down = _split(up, self._sizes, self._groups), _split(down, self._sizes, self._groups)[::-1]
+        trips_s = 3 * self._rtt_s * self._levels(len(ready))
+        own_s = whole_s = 0.0
+        for passed, left in zip(np.cumsum(passed_up, axis=0), np.cumsum(left_down, axis=0)[::-1], strict=True):
+            own_up_s, own_down_s = float((ready + passed / up_rate).max()), float((left / down_rate).max())
+            server_up_s, server_down_s = self._of_servers(ready, passed, left)
+            own_s = max(own_s, own_up_s + own_down_s)
+            whole_s = max(whole_s, max(own_up_s, server_up_s) + max(own_down_s, server_down_s))
+        return own_s - last_s + trips_s, whole_s - last_s + trips_s
+
+    def _of_servers(self, ready: Array, up: Array, down: Array) -> tuple[float, float]:
+        """When the servers have taken so much of each upload, and the seconds that such downloads take them."""
         if math.isinf(self._rate):
             return 0.0, 0.0
         if self._fleet.fan_out is None:
             return queue_end(ready, up / self._rate), float(down.sum()) / self._rate
+        # A part of the transfers of every level: the same of the shared tensors as of the experts.
         fan, count = self._fleet.fan_out, len(ready)
+        all_up, all_down = float(self._sizes.up.max()), float(self._sizes.down.max())
         up_bytes, down_bytes, subtree = 0.0, 0.0, 1
         for level in range(self._levels(count)):
             children = min(fan, math.ceil(count / subtree))
-            of_child = float(up.max()) if level == 0 else self._of_subtree(subtree, float(up.mean()))
-            to_child = float(down.max()) if level == 0 else self._sizes.shared + self._sizes.experts
+            of_child = all_up if level == 0 else self._of_subtree(subtree, float(self._sizes.up.mean()))
+            to_child = all_down if level == 0 else self._sizes.shared + self._sizes.experts
             up_bytes, down_bytes = max(up_bytes, children * of_child), max(down_bytes, children * to_child)
             subtree *= fan
-        return float(ready.max()) + up_bytes / self._rate, down_bytes / self._rate
+        passed, left = float(up.max()) / all_up, float(down.max()) / all_down if all_down else 0.0
+        return float(ready.max()) + passed * up_bytes / self._rate, left * down_bytes / self._rate
 
     def _of_subtree(self, nodes: int, up_bytes: float) -> float:
         """What a server passes on for the nodes below it: the shared tensors once, and all their experts."""
@@ -237,6 +250,38 @@ class _Network:
         while reach < nodes:
             levels, reach = levels + 1, reach * self._fleet.fan_out
         return levels
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Groups:
+    """What is sent back as a whole, in the order of the wire: a layer's experts, or the shared tensors between two."""
+
+    shared: Array
+    """Share of all shared bytes that each group has."""
+    experts: Array
+    """Share of all expert bytes."""
+
+
+def _groups(config: RunConfig) -> _Groups:
+    encoded = FORMATS[config.wire.dtype].encoded_bytes
+    named = tensor_shapes(config.model).items()
+    rows = []
+    for layer, group in groupby(named, lambda item: layer_of(item[0]) if expert_of(item[0]) is not None else None):
+        size = float(sum(encoded(math.prod(shape)) for _, shape in group))
+        rows.append((size, 0.0) if layer is None else (0.0, size))
+    shared, experts = np.array(rows).T
+    return _Groups(shared=shared / shared.sum(), experts=experts / experts.sum())
+
+
+def _split(size: Array, sizes: Payloads, groups: _Groups) -> Array:
+    """(group, node): the bytes of each group in what each node sends or receives."""
+    shared = np.minimum(size, sizes.shared)
+    return groups.shared[:, None] * shared + groups.experts[:, None] * (size - shared)
+
+
+def _rate(size: Array, time_s: Array) -> Array:
+    """Bytes a second; without limit where nothing takes any time."""
+    return np.divide(size, time_s, out=np.full_like(size, np.inf), where=time_s > 0)
 
 
 def queue_end(ready: Array, service_s: Array) -> float:

@@ -51,6 +51,11 @@ class TrialState:
             elif event["kind"] == "round":
                 self._rounds = max(self._rounds, event["round"] + 1)
 
+    @property
+    def behind(self) -> str | None:
+        """The process that has taken the fewest steps; None before the first training event."""
+        return min(self._newest, key=lambda process: self._newest[process]["step"], default=None)
+
     def progress(self, elapsed_s: float) -> Progress:
         """The state ``elapsed_s`` seconds after the trial was started.
 

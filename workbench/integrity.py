@@ -14,7 +14,9 @@ from typing import Any
 
 from spes_core.errors import DataError, SpesError
 from spes_core.runfile import RunFile
-from workbench.durable import read_json
+from workbench.durable import read_json, read_mapping
+from workbench.evaluating_scores import FILE as EVALUATION
+from workbench.evaluating_scores import weights_digests, weights_files
 from workbench.provenance import code_digest
 from workbench.recording import Recording
 from workbench.results import build_result
@@ -41,6 +43,7 @@ def check_files(trial_dir: Path) -> list[Check]:
         recording = Recording(trial_dir / "events")
         checks += _result_checks(stored, recomputed, is_own_code)
         checks += _digest_checks(trial_dir, recording)
+        checks += _score_checks(trial_dir)
         if is_own_code:
             checks.append(_identity_check(trial_dir))
     except (SpesError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
@@ -118,6 +121,13 @@ def _weights_checks(path: Path, last_digest: str | None) -> Iterator[Check]:
     yield equal(name, recorded, found, "values have the digest in the header")
     if last_digest is not None and path.name == "final.safetensors":
         yield equal(name, last_digest, found, "the weights after the last round")
+
+
+def _score_checks(trial_dir: Path) -> Iterator[Check]:
+    """The scores are those of the final weights, where both are there."""
+    scored, files = read_mapping(trial_dir / EVALUATION).get("weights"), weights_files(trial_dir)
+    if scored and files:
+        yield equal(EVALUATION, scored, weights_digests(files), "scores of the final weights")
 
 
 def _broken_events(folder: Path) -> Iterator[Check]:

@@ -3,11 +3,23 @@
 GB is 1e9 bytes. A metric that cannot be computed (a trial that failed early, a method without rounds) is absent. Where
 gradients are exchanged at every step, bytes follow from the formula of a ring, and the speed of computing alone and the
 shares of the time are absent: the exchange runs inside the step.
+
+Scores of an evaluation are called lm_eval/<task>/<metric>, their standard errors lm_eval/<task>/<metric>_stderr. Where
+a corpus has several domains, each has metrics of its own: eval/loss/<domain>, eval/perplexity/<domain> and
+eval/bits_per_byte/<domain>, over the validation sequences of that domain.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+SCORE = re.compile(r"lm_eval/[\w.+-]+(?::\d+)?/[\w.+-]+")
+"""Names of scores, which are as many as there are tasks."""
+
+_BY_DOMAIN = ("eval/loss", "eval/perplexity", "eval/bits_per_byte")
+DOMAIN = re.compile(rf"({'|'.join(_BY_DOMAIN)})/([\w-]+)")
+"""Names of metrics of one domain."""
 
 
 @dataclass(frozen=True)
@@ -56,3 +68,21 @@ METRICS: dict[str, Metric] = {
     "merge/count": Metric("1", "rounds in which experts were merged"),
     "moe/load_imbalance": Metric("1", "largest over mean expert load, mean over layers, at the last training event"),
 }
+
+
+def is_metric(name: str) -> bool:
+    """Whether a result can have a metric of this name."""
+    return name in METRICS or any(pattern.fullmatch(name) for pattern in (SCORE, DOMAIN))
+
+
+def domain_of(name: str) -> str | None:
+    """The domain that a metric is about; None where it is about no single one."""
+    found = DOMAIN.fullmatch(name)
+    return found[2] if found else None
+
+
+def unit(name: str) -> str:
+    """Unit of a metric; empty where it is not known."""
+    found = DOMAIN.fullmatch(name)
+    metric = METRICS.get(found[1] if found else name)
+    return metric.unit if metric else ""

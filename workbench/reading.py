@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import StudyError
-from workbench.metrics import METRICS
+from workbench.metrics import METRICS, is_metric, unit
 from workbench.summaries import Summary, read_study_file, summaries
 from workbench.sweep import axis_label, value_text
 from workbench.terminal import print_table
@@ -95,8 +95,7 @@ def show_comparison(study_dir: Path, metric: str | None, against: str | None) ->
     ]
     if reference is None:
         columns, rows = columns[:-2], [row[:-2] for row in rows]
-    unit = METRICS[name].unit if name in METRICS else ""
-    title = f"{name} ({unit}): mean over seeds, 95 % interval; differences are paired by seed"
+    title = f"{name} ({unit(name)}): mean over seeds, 95 % interval; differences are paired by seed"
     print_table(title, columns, rows, columns[1:])
     if reference is None:
         print("No arm has the role of reference; --against ARM names one to subtract.")
@@ -148,7 +147,7 @@ def _interval(values: Sequence[float], form: str = "{:.5g}") -> str:
 def _chosen(study_dir: Path, metrics: Sequence[str]) -> list[str]:
     from spes_core.structure import nearest
 
-    unknown = [name for name in metrics if name not in METRICS]
+    unknown = [name for name in metrics if not is_metric(name)]
     if unknown:
         raise StudyError([f"({name}) is not a metric{nearest(name, METRICS)}" for name in unknown])
     primary = read_study_file(study_dir)["metrics"]["primary"]["name"]

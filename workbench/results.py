@@ -1,7 +1,7 @@
 """result.json of one trial, computed from the files of its folder and nothing else.
 
-Read: trial.json, run.json, outcome.json, events/*.jsonl. Everything can be recomputed at any time, and a trial that
-failed early has fewer numbers, never an exception. What the metrics mean is said in `workbench.metrics`.
+Read: trial.json, run.json, outcome.json, events/*.jsonl, evaluation.json. Everything can be recomputed at any time,
+and a trial that failed early has fewer numbers, never an exception. What metrics mean is said in `workbench.metrics`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from typing import Any
 from spes_core.config import RunConfig, to_dict
 from spes_core.model import counting
 from spes_core.runfile import RunFile
-from workbench.curves import train_curve, validation_curve
-from workbench.durable import read_json
-from workbench.metrics import METRICS
+from workbench.curves import train_curve, validated_domains, validation_curve
+from workbench.durable import read_json, read_mapping
+from workbench.evaluating_scores import FILE as EVALUATION
+from workbench.evaluating_scores import with_scores
+from workbench.metrics import is_metric
 from workbench.plan import round_transfer_s
 from workbench.recording import Recording, largest, last, mean_of, total
 
@@ -55,7 +57,7 @@ def build_result(trial_dir: Path) -> dict[str, Any]:
     resumed_at_step = outcome.get("resumed_at_step", 0)
     launched_at_s = None if resumed_at_step else outcome["launched_at_s"]
     metrics = compute_metrics(config, recording, curves, launched_at_s)
-    assert metrics.keys() <= METRICS.keys()
+    assert all(map(is_metric, metrics))
     finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
     result = {
         "schema": 1,
@@ -78,7 +80,7 @@ def build_result(trial_dir: Path) -> dict[str, Any]:
         "provenance": about["provenance"],
     }
     cleaned: dict[str, Any] = _without_non_finite(result)
-    return cleaned
+    return with_scores(cleaned, read_mapping(trial_dir / EVALUATION))
 
 
 def compute_metrics(
@@ -91,9 +93,10 @@ def compute_metrics(
     metrics: dict[str, float | None] = {}
     if curves["validation"] and curves["validation"][-1]["step"] == config.total_steps:
         final = curves["validation"][-1]
-        metrics["eval/loss"] = final["loss_nats"]
-        metrics["eval/perplexity"] = _exp(final["loss_nats"])
-        metrics["eval/bits_per_byte"] = final["bits_per_byte"]
+        for domain in ("", *(f"/{name}" for name in validated_domains(final))):
+            metrics[f"eval/loss{domain}"] = final[f"loss_nats{domain}"]
+            metrics[f"eval/perplexity{domain}"] = _exp(final[f"loss_nats{domain}"])
+            metrics[f"eval/bits_per_byte{domain}"] = final[f"bits_per_byte{domain}"]
     if curves["train"]:
         metrics["train/loss"] = curves["train"][-1]["loss_nats"]
     metrics |= communication(config, recording)
@@ -241,6 +244,11 @@ def data_summary(header: dict[str, Any]) -> dict[str, Any]:
     summary = {key: value for key, value in header.items() if not isinstance(value, dict)}
     for split in ("train", "validation"):
         summary |= {f"{split}_{key}": value for key, value in header.get(split, {}).items()}
+    if domains := header.get("domains"):
+        summary["domains"] = {
+            name: {f"{split}_tokens": domain[split]["tokens"] for split in ("train", "validation")}
+            for name, domain in domains.items()
+        }
     return summary | ({"skipped": header["skipped"]} if "skipped" in header else {})
 
 

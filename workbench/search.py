@@ -30,6 +30,8 @@ _STARTUP = 5
 """Proposals by chance before the estimator takes over, and points before a pruner compares."""
 _BEST_SHARE = 0.25
 """Importance of a setting: how far its values among this best share of the points differ from those among all."""
+_IN_RUN, _BETWEEN_SEEDS = 1_000, 10**9
+"""Where a pruner's steps begin: those within the run of the first seed, and those after 1, 2, ... seeds."""
 _PATIENCE = 10
 """Repeats in a row after which an untested point is drawn by chance."""
 
@@ -141,10 +143,19 @@ class Proposals:
 
     def should_prune(self, proposal: Proposal, means: Sequence[float]) -> bool:
         """Whether a point with these means after 1, 2, ... seeds falls behind the median of the others."""
+        return self._falls_behind(
+            proposal, {_BETWEEN_SEEDS + seeds: value for seeds, value in enumerate(means, start=1)}
+        )
+
+    def should_stop(self, proposal: Proposal, place: int, loss: float) -> bool:
+        """Whether a run with this validation loss falls behind the median of the others at the same place (from 1)."""
+        return self._falls_behind(proposal, {_IN_RUN + place: loss})
+
+    def _falls_behind(self, proposal: Proposal, values: Mapping[int, float]) -> bool:
         trial, stored = self._trial(proposal), self._study.get_trials(deepcopy=False)[proposal.number]
-        for seeds, value in enumerate(means, start=1):
-            if seeds not in stored.intermediate_values:
-                trial.report(value, seeds)
+        for step, value in values.items():
+            if step not in stored.intermediate_values:
+                trial.report(value, step)
         return bool(trial.should_prune())
 
     def importances(self) -> list[Params]:

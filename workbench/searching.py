@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from workbench.points import Sample, Scored, score, winners
 from workbench.search import Proposal, Proposals
 from workbench.searchspace import Search
 from workbench.spec import Arm, Study
+from workbench.stopping import PruningRule, Rule
 from workbench.sweep import axis_label, value_text
 from workbench.trials import Corpus, Trial, Variant, config_digest, identify, resolve, without_search
 
@@ -62,6 +64,9 @@ class SearchCampaign(Campaign):
         results: Path,
         report_dir: Path,
         command: str,
+        *,
+        only: Sequence[str] = (),
+        fail_fast: bool = False,
     ) -> None:
         search = study.search
         assert search is not None
@@ -69,7 +74,7 @@ class SearchCampaign(Campaign):
         self._arm = next(arm for arm in study.arms if arm.name == search.arm)
         self._samples = [variant for variant in variants if variant.arm.name == search.arm]
         others = without_search(study, variants)
-        super().__init__(study, others, corpora, results, report_dir, command)
+        super().__init__(study, others, corpora, results, report_dir, command, only=only, fail_fast=fail_fast)
         reference = next((variant for variant in others if variant.arm.role == "reference"), None)
         self._references: dict[int, Trial] = {}
         if reference is not None:
@@ -82,6 +87,8 @@ class SearchCampaign(Campaign):
         self._confirming: dict[int, list[Trial]] = {}
         self._retry_failed = False
         self._proposals: Proposals | None = None
+        self._prunable: dict[str, Proposal] = {}
+        """By the ids of trials that may be stopped at their validations."""
 
     def run(self, *, retry_failed: bool) -> Outcome:
         """Search, confirm, report; a second controller of the same search is refused."""
@@ -91,6 +98,9 @@ class SearchCampaign(Campaign):
     def _batches(self, retry_failed: bool) -> Iterator[Sequence[Trial]]:
         """The other arms' trials, then those of one point after another, then the winners on fresh seeds."""
         self._retry_failed = retry_failed
+        if self._only:  # they name trials of the other arms: those of the search are not known yet
+            yield from super()._batches(retry_failed)
+            return
         journal = self._folder.path / "search" / "journal.log"
         self._proposals = proposals = Proposals(journal, self._form(), self._search)
         self._take_over(proposals)
@@ -107,7 +117,21 @@ class SearchCampaign(Campaign):
         yield from self._confirm()
         self._write()
 
+    def _run_trials(self, batches: Iterator[Sequence[Trial]], total: int) -> bool:
+        was_interrupted = super()._run_trials(batches, total)
+        if self._proposals is not None and not was_interrupted:
+            self._write()  # a failure may have ended the search within a point
+        return was_interrupted
+
+    def _rules(self, trial: Trial) -> list[Rule]:
+        rules = super()._rules(trial)
+        if (proposal := self._prunable.get(trial.id)) is not None and (proposals := self._proposals) is not None:
+            rules.append(PruningRule(trial.config, partial(proposals.should_stop, proposal)))
+        return rules
+
     def _expected(self, first: Sequence[Trial]) -> int:
+        if self._only:
+            return len(first)
         fixed = sum(self._is_pending(trial, self._retry_failed) for trial in self._trials if trial not in first)
         fresh = len(self._search.confirm.seeds) * (self._search.confirm.top + bool(self._references))
         return len(first) + fixed + self._untold * len(self._study.seeds) + fresh
@@ -156,7 +180,14 @@ class SearchCampaign(Campaign):
         seen = [trial for trial in point.trials if self._folder.stored(trial).status != "new"]
         for trial in seen:
             self._add(trial)
-        point.state, point.reason = "pruned", f"pruned after {len(seen)} of {len(point.trials)} seeds"
+        self._prune(point, len(seen))
+
+    def _prune(self, point: Point, seeds: int) -> None:
+        """Give up a point after its first seeds, the last of which may have been stopped within its run."""
+        stopped = [trial for trial in point.trials if self._status(trial) == "pruned"]
+        point.state, point.reason = "pruned", f"pruned after {seeds} of {len(point.trials)} seeds"
+        if stopped:
+            point.reason = str(self._folder.stored(stopped[0]).result["error"]["message"])
 
     def _restore(self, proposals: Proposals, proposal: Proposal, point: Point) -> Iterator[Sequence[Trial]]:
         """Make again what is missing of a point that was told, or failed and is asked for."""
@@ -205,14 +236,17 @@ class SearchCampaign(Campaign):
         means: list[float] = []
         for seeds, trial in enumerate(point.trials, start=1):
             if self._must_run(trial):
+                if seeds == 1 and self._search.prunes_runs:
+                    self._prunable[trial.id] = proposal
                 yield [trial]
+            if self._status(trial) == "pruned":
+                return self._prune(point, seeds)
             scored = self._scored(point, seeds)
             if scored is None:
                 break
             means.append(scored.values[0])
             if seeds < len(point.trials) and proposals.should_prune(proposal, means):
-                point.state, point.reason = "pruned", f"pruned after {seeds} of {len(point.trials)} seeds"
-                return
+                return self._prune(point, seeds)
         self._settle(point)
 
     def _remember(self, point: Point, proposal: Proposal) -> Point:
@@ -281,6 +315,10 @@ class SearchCampaign(Campaign):
             yield pending
 
     # --- Trials ---
+
+    def _is_pending(self, trial: Trial, retry_failed: bool) -> bool:
+        is_pruned = self._stored[trial.id].status == "pruned"
+        return not (is_pruned and self._search.pruner is not None) and super()._is_pending(trial, retry_failed)
 
     def _must_run(self, trial: Trial) -> bool:
         self._add(trial)

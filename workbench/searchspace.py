@@ -10,14 +10,18 @@ from typing import Any, Literal, TypeVar
 
 from spes_core.errors import ConfigError, Problem
 from spes_core.structure import build, nearest
-from workbench.metrics import METRICS
+from workbench.metrics import METRICS, is_metric
 from workbench.sweep import Sweep, read_values, value_text
 from workbench.trees import Tree, covers
 
 T = TypeVar("T")
 _MOST_REPRESENTATIVES = 64
 _MOST_CORNER_AXES = 6
-_CORPUS = ("data.corpus", "data.tokenizer_vocab_size", "data.validation_fraction")
+CORPUS = (
+    *("data.corpus", "data.tokenizer", "data.tokenizer_vocab_size", "data.validation_fraction"),
+    *("data.text_field", "data.max_repetition"),
+)
+"""Settings that cannot be searched: each makes another corpus."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,9 @@ class Range:
     """Numbers from ``low`` to ``high``, both included."""
 
     low: float
+    """Smallest value."""
     high: float
+    """Largest value."""
     step: float | None = None
     """Distance between neighbours; null for 1 in whole numbers, for none in others."""
     log: bool = False
@@ -95,7 +101,12 @@ class Objective:
     """A metric that is made as good as can be, as its mean over the seeds."""
 
     metric: str
+    """Its name in result.json."""
     goal: Literal["minimize", "maximize"] = "minimize"
+    """Which direction is better."""
+
+
+_LOSS = Objective(metric="eval/loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +114,7 @@ class Constraint:
     """What a point must keep; one of the three limits is given. The mean over seeds counts."""
 
     metric: str
+    """Its name in result.json."""
     tolerance: float | None = None
     """At most (1 + tolerance) times the reference's value with the same seed."""
     at_most: float | None = None
@@ -145,7 +157,8 @@ class SearchKeys:
     constraints: tuple[dict[str, Any], ...] = ()
     """Limits: {metric, tolerance} against the reference, {metric, at_most} or {metric, at_least}."""
     pruner: Literal["median"] | None = None
-    """Median: after each seed, a point whose mean is worse than the median of the others gets no further seed."""
+    """Median: after each seed, a point whose mean is worse than the median of the others gets no further seed; where
+    the objective is eval/loss, the run of its first seed is stopped at a validation already."""
     confirm: Confirm = field(default_factory=Confirm)
 
 
@@ -174,6 +187,11 @@ class Search:
         """Points to evaluate: as many as asked for, and no more than there are."""
         return self.n_trials if self.size is None else min(self.n_trials, self.size)
 
+    @property
+    def prunes_runs(self) -> bool:
+        """Whether a run may be stopped at its validations: where their losses are what the search is about."""
+        return self.pruner is not None and self.objectives == (_LOSS,)
+
     def points(self) -> Iterator[dict[str, Any]]:
         """Every point of a space that is no continuum."""
         for values in itertools.product(*(axis.every() for axis in self.axes)):
@@ -197,11 +215,12 @@ class Search:
 def read_search(
     keys: SearchKeys, arms: Mapping[str, str], seeds: tuple[int, ...], searched: Tree, problems: list[Problem]
 ) -> Search | None:
-    """The search that the keys describe; None, with the reasons in ``problems``, when it cannot be.
+    """The search that the keys describe, without what is wrong in it; None when that leaves no arm or axis.
+
+    The reasons are appended to ``problems``.
 
     ``arms``: role by name. ``searched``: the own sweep of each arm that has one.
     """
-    before = len(problems)
     arm = _arm(keys.arm, arms, problems)
     if arm in searched:
         problems.append(Problem(f"arms.{arm}.sweep", "must be left out: search.space says what varies in this arm"))
@@ -220,7 +239,7 @@ def read_search(
         problems.append(Problem("search.n_trials", f"({keys.n_trials}) must be at least 1"))
     problems += [*_constraint_rules(constraints, arms), *_pruner_rules(keys, objectives, seeds)]
     problems += _confirm_rules(keys.confirm, seeds)
-    if len(problems) > before or arm is None:
+    if arm is None or not axes:
         return None
     return Search(
         arm=arm,
@@ -239,6 +258,8 @@ def _arm(name: str | None, arms: Mapping[str, str], problems: list[Problem]) -> 
     treatments = [arm for arm, role in arms.items() if role == "treatment"]
     if name is None and len(treatments) == 1:
         return treatments[0]
+    if name is None and "unknown" in arms.values():
+        return None
     if name is None:
         message = f"is missing: it names the arm that is searched, and {len(treatments)} arms have role treatment"
         problems.append(Problem("search.arm", message))
@@ -264,7 +285,8 @@ def _axes(space: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _axis(path: str, value: Any, problems: list[Problem]) -> Axis | None:
     where, before = f"search.space.{path}", len(problems)
-    if any(covers(path, fixed) for fixed in _CORPUS):
+    names_corpus = path.startswith("data.domains") and not path.endswith(".weight")
+    if names_corpus or any(covers(path, fixed) for fixed in CORPUS):
         problems.append(Problem(where, "cannot be searched: it makes another corpus; give each corpus a study"))
     if isinstance(value, Mapping):
         return _range_axis(path, value, problems)
@@ -332,7 +354,7 @@ def _typed(kind: type[T], tree: Any, where: str, problems: list[Problem]) -> T |
         problems += error.problems
         return None
     metric = getattr(part, "metric", None)
-    if metric is not None and metric not in METRICS:
+    if metric is not None and not is_metric(metric):
         problems.append(Problem(f"{where}.metric", f"({metric}) is not a metric{nearest(metric, METRICS)}"))
         return None
     return part
@@ -346,7 +368,7 @@ def _constraint_rules(constraints: tuple[Constraint, ...], arms: Mapping[str, st
         if constraint.tolerance is not None and constraint.tolerance < 0:
             where = f"search.constraints[{index}].tolerance"
             yield Problem(where, f"({constraint.tolerance:g}) must not be negative")
-        if constraint.tolerance is not None and "reference" not in arms.values():
+        if constraint.tolerance is not None and not {"reference", "unknown"} & {*arms.values()}:
             yield Problem(f"search.constraints[{index}].tolerance", "needs an arm of role reference; add one")
 
 
@@ -358,8 +380,8 @@ def _pruner_rules(keys: SearchKeys, objectives: tuple[Objective, ...], seeds: tu
         why = "cannot rank points by several objectives"
     elif keys.constraints:
         why = "sees the objective alone, so it would favour points that break search.constraints"
-    elif len(seeds) < 2:
-        why = "stops a point between two seeds, and seeds has only one"
+    elif len(seeds) < 2 and objectives != (_LOSS,):
+        why = "stops a point between two seeds, and seeds has only one (with eval/loss to minimize, within its run too)"
     if why:
         yield Problem("search.pruner", f"({keys.pruner}) {why}; leave it out")
 

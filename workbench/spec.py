@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,17 +9,18 @@ from typing import Any, Literal, TypeVar
 
 from spes_core.config import RunConfig, to_dict
 from spes_core.errors import ConfigError, Problem
+from spes_core.rules import named_paths
 from spes_core.structure import build, nearest
 from workbench.compose import NAME, Composition, compose_study
-from workbench.metrics import METRICS
+from workbench.doubt import certain_exclusions, is_leaf, is_setting, places, within
+from workbench.metrics import METRICS, is_metric
 from workbench.searchspace import Search, SearchKeys, read_search
-from workbench.settings import Hardware, Launcher, Metrics, ReportSettings, Resources
+from workbench.settings import Divergence, Evaluation, Hardware, Launcher, Metrics, ReportSettings, Resources
 from workbench.sweep import Sweep, SweepKeys, combine, read_axes
 from workbench.trees import Tree, covers, leaves, lookup, merge, without
 
 Role = Literal["treatment", "baseline", "reference"]
 T = TypeVar("T")
-_DOTTED = re.compile(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,8 @@ class Arm:
     """RunConfig settings of this arm: shared ones, then its method's, then its own."""
     sweep: Sweep
     """What varies in it; under a search, points that stand for the space."""
+    open_paths: tuple[str, ...] = ()
+    """Settings that mistakes leave open (see `workbench.doubt`); none in a study without mistakes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,12 @@ class Study:
     seeds: tuple[int, ...]
     equal: tuple[str, ...]
     resources: Resources
+    divergence: Divergence
     metrics: Metrics
     report: ReportSettings
     launcher: Launcher
     hardware: Hardware
+    evaluation: Evaluation
     composition: Composition
     search: Search | None = None
     mistakes: tuple[str, ...] = ()
@@ -67,7 +71,7 @@ class Study:
         Of the settings that a broken rule names, the one that was set last is blamed: by an override before by the
         study file before by a config group.
         """
-        named = [problem.path, *dict.fromkeys(filter(_is_leaf, _DOTTED.findall(problem.message)))]
+        named = [problem.path, *filter(is_leaf, named_paths(problem)[1:])]
         writings = [self._writing(arm, axes, path) for path in named]
         places = [writing[0] for writing in writings if writing is not None]
         path = writings[0][1] if writings[0] else f"run.{problem.path}"
@@ -116,10 +120,12 @@ class StudyKeys:
     equal: tuple[str, ...] = ("model", "data", "optim", "budget_tokens")
     """Settings, or groups of them, in which arms must not differ."""
     resources: Resources = field(default_factory=Resources)
+    divergence: Divergence = field(default_factory=Divergence)
     metrics: Metrics = field(default_factory=Metrics)
     report: ReportSettings = field(default_factory=ReportSettings)
     launcher: Launcher = field(default_factory=Launcher)
     hardware: Hardware = field(default_factory=Hardware)
+    evaluation: Evaluation = field(default_factory=Evaluation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,36 +149,33 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         for name, arm in (tree.get("arms") or {}).items()
         if _is_arm(name, arm, problems)
     ]
+    is_equal_known = not any(place.path.split("[")[0] == "equal" or '"equal"' in place.message for place in problems)
     problems += [*_broken_rules(keys), *_seeds_elsewhere(tree), *_several_references(arms)]
     search = _read_search(keys, tree, arms, problems)
+    found = places(problems, composition.broken)
+    arms = [replace(arm, open_paths=within(arm.name, found)) for arm in arms]
     if search is not None:
         arms = [replace(arm, sweep=search.representatives()) if arm.name == search.arm else arm for arm in arms]
+    open_paths = [path for _, path in found]
+    problems = certain_exclusions(problems, open_paths)
     lines = [f"{composition.place(problem.path)}: {_with_home(problem)}" for problem in problems]
     return Study(
         name=keys.name,
         question=keys.question,
         arms=tuple(arms),
         seeds=keys.seeds,
-        equal=tuple(path for path in keys.equal if is_setting(path)),
+        equal=tuple(path for path in keys.equal if is_setting(path) and is_equal_known),
         resources=keys.resources,
+        divergence=keys.divergence,
         metrics=keys.metrics,
         report=keys.report,
         launcher=keys.launcher,
         hardware=keys.hardware,
+        evaluation=keys.evaluation,
         composition=composition,
         search=search,
         mistakes=(*composition.mistakes, *lines),
     )
-
-
-def is_setting(path: str) -> bool:
-    """Whether RunConfig has a setting, or a group of settings, at a path."""
-    missing = object()
-    return lookup(to_dict(RunConfig()), path, missing) is not missing
-
-
-def _is_leaf(path: str) -> bool:
-    return not isinstance(lookup(to_dict(RunConfig()), path, {}), dict)
 
 
 def _read_all(kind: type[T], tree: Tree, prefix: str, problems: list[Problem]) -> tuple[T, Tree]:
@@ -222,7 +225,11 @@ def _read_search(keys: StudyKeys, tree: Tree, arms: Sequence[Arm], problems: lis
     if keys.search is None:
         return None
     swept = {name: arm["sweep"] for name, arm in (tree.get("arms") or {}).items() if lookup(arm, "sweep")}
-    return read_search(keys.search, {arm.name: arm.role for arm in arms}, keys.seeds, swept, problems)
+    unread = [problem.path for problem in problems if problem.path.startswith("arms.")]
+    roles: dict[str, str] = {arm.name: arm.role for arm in arms}
+    # An arm whose role, or which itself, cannot be read may be the one that the search needs.
+    roles |= {path.split(".")[1]: "unknown" for path in unread if path.count(".") == 1 or path.endswith(".role")}
+    return read_search(keys.search, roles, keys.seeds, swept, problems)
 
 
 def _plain_durations(tree: Tree) -> Tree:
@@ -249,14 +256,19 @@ def _broken_rules(keys: StudyKeys) -> Iterator[Problem]:
     for index, path in enumerate(keys.equal):
         if not is_setting(path):
             yield Problem(f"equal[{index}]", f"({path}) is not a setting of a run{_near(path)}")
-    if (name := keys.metrics.primary.name) not in METRICS:
+    if not is_metric(name := keys.metrics.primary.name):
         yield Problem("metrics.primary.name", f"({name}) is not a metric{nearest(name, METRICS)}")
     if keys.report.x is not None and not is_setting(keys.report.x):
         yield Problem("report.x", f"({keys.report.x}) is not a setting of a run{_near(keys.report.x)}")
     yield from keys.resources.problems()
+    yield from keys.divergence.problems()
     yield from keys.report.problems()
     yield from keys.launcher.problems()
     yield from keys.hardware.problems()
+    yield from keys.evaluation.problems()
+    if keys.launcher.port and keys.resources.parallel_trials != 1:
+        message = f"({keys.launcher.port}) must be 0 where trials run at the same time: each server needs its own port"
+        yield Problem("launcher.port", message)
 
 
 def _seeds_elsewhere(tree: Tree) -> Iterator[Problem]:

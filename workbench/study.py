@@ -39,12 +39,13 @@ overrides, in Hydra's grammar (quote brackets for the shell):
   ~arms.dilico  +arms.outer.method=diloco    take an arm out; add one
 
 exit codes:
-  0    every trial is done
+  0    every trial (with --only: every one of these) is done
   1    some trials failed; the report is still written
   2    the input is wrong; nothing was created
   130  interrupted
 
 The same command again continues: trials that are done are skipped, failed ones stay failed until --retry-failed.
+resources.parallel_trials=auto runs as many trials at the same time as cores, memory and GPUs allow.
 
 commands on results (each has --help; STUDY is results/<study>, a study's name, or its file):
   python -m workbench.study status STUDY                      how far it is, and what failed why
@@ -93,22 +94,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_study(options: argparse.Namespace, command: str) -> int:
     """Plan the study, and run it unless only the plan was asked for; returns the exit code."""
+    from workbench.budget import Budget, require_room
+    from workbench.selection import is_selected, select
     from workbench.spec import read_study
-    from workbench.trials import expand
+    from workbench.trials import expand, without_search
 
     study = read_study(options.study, options.overrides)
     variants = expand(study)
+    select(options.only, without_search(study, variants))
     results, report = Path(options.results) / study.name, Path(options.reports) / study.name
     _require_writable(results, "--results")
     _require_writable(report, "--reports")
     if options.dry_run:
         from workbench.dryrun import show_plan
 
-        show_plan(study, variants, results, find_corpora(study, variants))
+        searched = None if study.search is None else study.search.arm
+        shown = [one for one in variants if one.arm.name == searched or is_selected(options.only, one)]
+        show_plan(study, shown, results, find_corpora(study, variants))
         return DONE
     _require_free_port(study)
+    require_room(study, variants, Budget.of(study.resources))
     corpora = prepare_corpora(study, variants)
-    campaign = _campaign_kind(study)(study, variants, corpora, results, report, command)
+    kind = _campaign_kind(study)
+    campaign = kind(study, variants, corpora, results, report, command, only=options.only, fail_fast=options.fail_fast)
     return {"done": DONE, "some failed": SOME_FAILED, "interrupted": INTERRUPTED}[
         campaign.run(retry_failed=options.retry_failed)
     ]
@@ -193,6 +201,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the study, see below")
     parser.add_argument("--dry-run", action="store_true", help="list the trials and what they cost; create nothing")
     parser.add_argument("--retry-failed", action="store_true", help="run failed trials again")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN",
+        help="run these trials alone: a name, an arm or axis=value, * for anything; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--fail-fast", action="store_true", help="stop all trials when the first one has failed")
     parser.add_argument("--results", default="results", metavar="DIR", help="where results go (default: %(default)s)")
     parser.add_argument("--reports", default="reports", metavar="DIR", help="where reports go (default: %(default)s)")
     return parser

@@ -86,7 +86,8 @@ def combine(shared: Tree, own: Tree, prefix: str, problems: list[Problem]) -> Sw
         del zipped[path]
     if len({len(values) for values in zipped.values()}) > 1:
         counts = ", ".join(f"{path} has {len(values)}" for path, values in zipped.items())
-        problems.append(Problem(f"{prefix}.zip", f"must have as many values on each axis: {counts}"))
+        where = prefix if zipped.keys() & own.get("zip", {}).keys() else "sweep"
+        problems.append(Problem(f"{where}.zip", f"must have as many values on each axis: {counts}"))
         zipped = {}
     where = f"{prefix if 'exclude' in own else 'sweep'}.exclude"
     problems += _idle_exclusions(axes.get("exclude", []), {**grid, **zipped}, shared, where)

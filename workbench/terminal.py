@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -70,12 +71,13 @@ def progress_text(progress: Progress) -> str:
 
 
 class PlainLines:
-    """A line for each trial's start and end, and one every few seconds between."""
+    """A line for each trial's start and end, and one every few seconds between; may be shared by threads."""
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._place = ""
-        self._shown_at_s = 0.0
+        self._lock = threading.Lock()
+        self._places: dict[str, str] = {}
+        self._shown_at_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -84,31 +86,39 @@ class PlainLines:
         """Nothing is held."""
 
     def start(self, number: int, name: str) -> None:
-        """The trial with this number (from 1) begins."""
-        self._place = f"[{number}/{self._total}] {name}"
-        self._shown_at_s = time.monotonic()
-        print(f"{self._place}  starting", flush=True)
+        """The trial with this number (from 1) and name begins."""
+        with self._lock:
+            self._places[name] = f"[{number}/{self._total}] {name}"
+            self._shown_at_s[name] = time.monotonic()
+            print(f"{self._places[name]}  starting", flush=True)
 
     def update(self, progress: Progress) -> None:
-        """The trial has advanced."""
-        if time.monotonic() - self._shown_at_s >= PLAIN_INTERVAL_S:
-            self._shown_at_s = time.monotonic()
-            print(f"{self._place}  {progress_text(progress)}", flush=True)
+        """A trial has advanced."""
+        with self._lock:
+            if time.monotonic() - self._shown_at_s[progress.trial] >= PLAIN_INTERVAL_S:
+                self._shown_at_s[progress.trial] = time.monotonic()
+                print(f"{self._places[progress.trial]}  {progress_text(progress)}", flush=True)
 
-    def finish(self, outcome: str) -> None:
-        """The trial has ended."""
-        print(f"{self._place}  {outcome}", flush=True)
+    def finish(self, name: str, outcome: str) -> None:
+        """The trial with this name has ended."""
+        with self._lock:
+            print(f"{self._places[name]}  {outcome}", flush=True)
 
 
 class LiveLines:
-    """One bar for the study and one for the running trial, redrawn in place; finished trials scroll up."""
+    """One bar for the study and one for each running trial, redrawn in place; finished trials scroll up.
+
+    May be shared by threads.
+    """
 
     def __init__(self, total: int) -> None:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
         self._total = total
-        self._place = ""
+        self._places: dict[str, str] = {}
+        self._trials: dict[str, TaskID] = {}
+        self._ended = 0
         self._started_at_s = 0.0
         columns = (
             TextColumn("{task.description}"),
@@ -117,7 +127,6 @@ class LiveLines:
         )
         self._progress: RichProgress = RichProgress(*columns, refresh_per_second=4)
         self._study: TaskID = self._progress.add_task("study", total=total, state="")
-        self._trial: TaskID | None = None
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -130,31 +139,34 @@ class LiveLines:
         self._progress.stop()
 
     def start(self, number: int, name: str) -> None:
-        """The trial with this number (from 1) begins."""
-        self._place = f"[{number}/{self._total}] {name}"
-        place, state = f"trial {number}/{self._total}", self._remaining(number - 1)
-        self._progress.update(self._study, description=place, state=state)
-        self._trial = self._progress.add_task(name, total=None, state="starting")
+        """The trial with this number (from 1) and name begins."""
+        self._places[name] = f"[{number}/{self._total}] {name}"
+        self._trials[name] = self._progress.add_task(name, total=None, state="starting")
+        self._show_study(number)
 
     def update(self, progress: Progress) -> None:
-        """The trial has advanced."""
-        assert self._trial is not None
+        """A trial has advanced."""
+        state = progress_text(progress)
         self._progress.update(
-            self._trial, total=progress.total_steps, completed=progress.step, state=progress_text(progress)
+            self._trials[progress.trial], total=progress.total_steps, completed=progress.step, state=state
         )
 
-    def finish(self, outcome: str) -> None:
-        """The trial has ended."""
-        assert self._trial is not None
-        self._progress.remove_task(self._trial)
+    def finish(self, name: str, outcome: str) -> None:
+        """The trial with this name has ended."""
+        self._progress.remove_task(self._trials.pop(name))
+        self._ended += 1
         self._progress.advance(self._study)
-        self._progress.console.print(f"{self._place}  {outcome}", markup=False, highlight=False)
+        self._progress.console.print(f"{self._places[name]}  {outcome}", markup=False, highlight=False)
 
-    def _remaining(self, finished: int) -> str:
-        if not finished:
+    def _show_study(self, begun: int) -> None:
+        running = f"trial {begun}/{self._total}" if len(self._trials) < 2 else f"{len(self._trials)} trials"
+        self._progress.update(self._study, description=running, state=self._remaining())
+
+    def _remaining(self) -> str:
+        if not self._ended:
             return ""
         elapsed_s = time.monotonic() - self._started_at_s
-        return f"ETA {duration(elapsed_s / finished * (self._total - finished))}"
+        return f"ETA {duration(elapsed_s / self._ended * (self._total - self._ended))}"
 
 
 def progress_lines(total: int) -> PlainLines | LiveLines:

@@ -32,7 +32,7 @@ from workbench.mirrored import DATABASE, digest, note
 ARTIFACTS = "mlartifacts"
 MIRRORED_FILES = ("result.json", "run.json")
 
-_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "timeout": "KILLED"}
+_STATUS = {"done": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "timeout": "KILLED", "pruned": "KILLED"}
 _PARAM_LENGTH = 500
 _TAG_LENGTH = 500
 _BATCH_METRICS, _BATCH_PARAMS = 1000, 100
@@ -209,7 +209,7 @@ def run_metrics(result: dict[str, Any], started_ms: int, finished_ms: int) -> It
         for point in curve:
             last_step = max(last_step, point["step"])
             time_ms = int(started_ms + launch_ms + 1000 * point["elapsed_s"])
-            values = {_NAMES.get(key, key): value for key, value in point.items() if key not in _CURVE_POSITION}
+            values = {_name(key): value for key, value in point.items() if key not in _CURVE_POSITION}
             values |= {"tokens": point["tokens"], "uplink_gb": point["uplink_bytes"] / 1e9}
             for name, value in values.items():
                 drawn.add(f"{group}/{name}")
@@ -218,6 +218,12 @@ def run_metrics(result: dict[str, Any], started_ms: int, finished_ms: int) -> It
     for name, value in result["metrics"].items():
         if name not in drawn:
             yield name, float(value), finished_ms, last_step
+
+
+def _name(key: str) -> str:
+    """What a field of a curve is called as a metric: loss_nats/wiki is loss/wiki."""
+    field, slash, domain = key.partition("/")
+    return f"{_NAMES.get(field, field)}{slash}{domain}"
 
 
 def _experiment(client: Any, name: str, artifact_location: str | None) -> str:

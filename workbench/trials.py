@@ -16,8 +16,12 @@ from typing import Any
 from spes_core.config import DataConfig, RunConfig, digest, from_dict, inapplicable
 from spes_core.errors import ConfigError, DataError, Problem
 from spes_core.filedigest import file_digest
+from spes_core.rules import concerns, named_paths
+from spes_core.structure import build
+from workbench.doubt import ANYTHING, holds_anyway, is_open, is_setting
 from workbench.equality import differences
 from workbench.errors import StudyError
+from workbench.metrics import domain_of
 from workbench.spec import Arm, Study
 from workbench.sweep import at, axis_label, value_text
 from workbench.trees import Tree, covers, merge
@@ -64,16 +68,26 @@ class Corpus:
     """The settings that decide how a corpus is prepared."""
 
     path: str
+    """data.corpus; of a mixture the names of its domains."""
     tokenizer_vocab_size: int
     validation_fraction: float
+    domains: tuple[tuple[str, str], ...] = ()
+    """Name and corpus of each domain, in order."""
+    tokenizer: str = "bpe"
+    text_field: str = "text"
+    max_repetition: float | None = None
 
     @classmethod
     def of(cls, data: DataConfig) -> Corpus:
         """The corpus that a run reads."""
         return cls(
-            path=data.corpus,
+            path=", ".join(data.domains) or data.corpus,
             tokenizer_vocab_size=data.tokenizer_vocab_size,
             validation_fraction=data.validation_fraction,
+            domains=tuple((name, domain.corpus) for name, domain in data.domains.items()),
+            tokenizer=data.tokenizer,
+            text_field=data.text_field,
+            max_repetition=data.max_repetition,
         )
 
 
@@ -83,6 +97,7 @@ def expand(study: Study) -> list[Variant]:
     Raises StudyError with every mistake of the study, its runs and their comparison.
     """
     variants: list[Variant] = []
+    broken: list[tuple[Variant, Sequence[Problem]]] = []
     mistakes = list(study.mistakes)
     for arm in study.arms:
         points = arm.sweep.points()
@@ -94,13 +109,37 @@ def expand(study: Study) -> list[Variant]:
                 variant, problems = resolve(arm, axes, seed)
                 if variant is not None:
                     variants.append(variant)
-                mistakes += [study.locate_run(arm, axes, problem) for problem in problems]
-    if not mistakes:
-        mistakes = [*_repeated_arms(study, variants), *differences(study, variants), *_unswept_x(study, variants)]
-        mistakes += _several_references(study, variants)
+                elif (draft := _draft(arm, axes, seed)) is not None:
+                    broken.append((draft, problems))
+                certain = [problem for problem in problems if holds_anyway(problem, arm.open_paths)]
+                mistakes += [study.locate_run(arm, axes, problem) for problem in certain]
+    mistakes += _mistakes_between(study, variants, broken)
+    mistakes += _unmeasured_domain(study, variants)
     if mistakes:
         raise StudyError(mistakes)
     return _distinct(variants)
+
+
+def _mistakes_between(
+    study: Study, variants: Sequence[Variant], broken: Sequence[tuple[Variant, Sequence[Problem]]]
+) -> list[str]:
+    """The rules between runs, as far as they do not depend on what is wrong; ``broken``: runs that break rules."""
+    open_paths = {path for arm in study.arms for path in arm.open_paths}
+    failed = {path for _, problems in broken for problem in problems for path in named_paths(problem)}
+    unsure = {draft.arm.name for draft, _ in broken} | {arm.name for arm in study.arms if arm.open_paths}
+    order = {arm.name: index for index, arm in enumerate(study.arms)}
+    all_runs = sorted([*variants, *(draft for draft, _ in broken)], key=lambda run: order[run.arm.name])
+    known = [run for run in all_runs if ANYTHING not in run.arm.open_paths]
+    mistakes = [
+        *_repeated_arms(study, [variant for variant in variants if variant.arm.name not in unsure]),
+        *differences(study, known, open_paths | failed),
+        *_several_references(study, known),
+    ]
+    is_whole = {run.arm.name for run in all_runs} == set(study.composition.tree.get("arms") or ())
+    x = study.report.x
+    if x is not None and is_setting(x) and is_whole and not is_open(x, open_paths):
+        mistakes += _unswept_x(study, all_runs)
+    return mistakes
 
 
 def without_search(study: Study, variants: Sequence[Variant]) -> list[Variant]:
@@ -148,8 +187,9 @@ def with_init_digest(config: RunConfig) -> RunConfig:
 
 
 def config_digest(config: RunConfig) -> str:
-    """SHA-256 (hex) of all that decides a run's numbers except its tokens: where the corpus lies is left out."""
-    return digest(replace(config, data=replace(config.data, corpus="")))
+    """SHA-256 (hex) of all that decides a run's numbers except its tokens: where the corpora lie is left out."""
+    domains = {name: replace(domain, corpus="") for name, domain in config.data.domains.items()}
+    return digest(replace(config, data=replace(config.data, corpus="", domains=domains)))
 
 
 def identity(config: RunConfig, data_digest: str) -> str:
@@ -165,8 +205,29 @@ def resolve(arm: Arm, axes: Mapping[str, Any], seed: int) -> tuple[Variant | Non
         read = {path: value for path, value in axes.items() if not any(covers(outer, path) for outer in unread)}
         config = with_init_digest(from_dict(_settings(arm, read, seed)))
     except ConfigError as error:
-        return None, error.problems
+        return None, [*error.problems, *_wrong_weights(arm, axes, seed, error.problems)]
     return Variant(arm=arm, axes=read, seed=seed, config=config), ()
+
+
+def _draft(arm: Arm, axes: Mapping[str, Any], seed: int) -> Variant | None:
+    """One run that may break rules, to be compared with others; None when not even its types are right."""
+    try:
+        config = build(RunConfig, _settings(arm, axes, seed))
+    except ConfigError:
+        return None
+    return Variant(arm=arm, axes=dict(axes), seed=seed, config=config)
+
+
+def _wrong_weights(arm: Arm, axes: Mapping[str, Any], seed: int, known: Sequence[Problem]) -> Sequence[Problem]:
+    """What is wrong with the initial weights of a run that breaks other rules."""
+    draft = _draft(arm, axes, seed)
+    if draft is None or draft.config.init.weights is None or any(concerns(problem, ["init"]) for problem in known):
+        return ()
+    try:
+        with_init_digest(draft.config)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def _settings(arm: Arm, axes: Mapping[str, Any], seed: int) -> Tree:
@@ -193,6 +254,17 @@ def _unswept_x(study: Study, variants: Sequence[Variant]) -> list[str]:
         return []
     message = f"({x}) is no axis of any arm; axes: {', '.join(axes) or 'none'}; sweep it, or leave report.x out"
     return [study.locate(Problem("report.x", message))]
+
+
+def _unmeasured_domain(study: Study, variants: Sequence[Variant]) -> list[str]:
+    """A primary metric of one domain must be one that every run is validated on."""
+    domain = domain_of(study.metrics.primary.name)
+    lacking = [variant for variant in variants if domain is not None and domain not in variant.config.data.domains]
+    if not lacking:
+        return []
+    names = ", ".join(lacking[0].config.data.domains) or "none"
+    message = f"is of the domain {domain}, not among data.domains of arm {lacking[0].arm.name} ({names})"
+    return [study.locate(Problem("metrics.primary.name", f"({study.metrics.primary.name}) {message}"))]
 
 
 def _several_references(study: Study, variants: Sequence[Variant]) -> list[str]:

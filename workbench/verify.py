@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spes_core.config import RunConfig
+from spes_core.config import DataConfig, RunConfig
 from spes_core.errors import ConfigError, DataError, SpesError
 from spes_core.runfile import RunFile
 from workbench.corpora import prepare_corpus
@@ -116,7 +116,7 @@ def _train(trial: Trial, folder: Path, settings: ExecutionSettings) -> dict[str,
     with open_launcher() as launcher, progress_lines(1) as lines:
         lines.start(1, trial.name)
         result = run_trial(trial, folder, settings, launcher, lines.update)
-        lines.finish(str(result["status"]))
+        lines.finish(trial.name, str(result["status"]))
     if result["status"] == "interrupted":
         raise KeyboardInterrupt
     return result
@@ -129,8 +129,8 @@ def _trial(identity: dict[str, Any], config: RunConfig) -> Trial:
 
 def _located(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     """The run with its files where they are on this machine; their digests, not their places, count."""
-    if options.corpus is not None:
-        config = replace(config, data=replace(config.data, corpus=str(options.corpus)))
+    if options.corpus:
+        config = replace(config, data=_data_at(config.data, options.corpus))
     if config.init.kind != "weights":
         return config
     weights = Path(options.init_weights or config.init.weights or "").absolute()
@@ -139,10 +139,24 @@ def _located(config: RunConfig, options: argparse.Namespace) -> RunConfig:
     return replace(config, init=replace(config.init, weights=str(weights)))
 
 
+def _data_at(data: DataConfig, places: list[str]) -> DataConfig:
+    """The settings of the data with its corpora at these places, PATH or for a domain NAME=PATH."""
+    if not data.domains:
+        return replace(data, corpus=places[-1])
+    domains = dict(data.domains)
+    for place in places:
+        name, equals, path = place.partition("=")
+        if name not in domains or not equals:
+            names = ", ".join(domains)
+            raise StudyError([f"--corpus {place} must be NAME=PATH, where NAME is a domain of the trial ({names})"])
+        domains[name] = replace(domains[name], corpus=path)
+    return replace(data, domains=domains)
+
+
 def _data(run: RunFile, config: RunConfig) -> tuple[Path, str]:
     """Folder and digest of the run's tokens: where they were, or prepared again from the corpus. Raises StudyError."""
     folder = Path(run.data_dir)
-    if config.data.corpus == run.config.data.corpus and (header := read_mapping(folder / "header.json")):
+    if config.data == run.config.data and (header := read_mapping(folder / "header.json")):
         return folder, str(header.get("digest"))
     try:
         prepared = prepare_corpus(Corpus.of(config.data))
@@ -180,7 +194,12 @@ def _parser() -> argparse.ArgumentParser:
     strictness = parser.add_mutually_exclusive_group()
     strictness.add_argument("--exact", action="store_true", help="ask for the same bits whatever else differs")
     strictness.add_argument("--tolerance", type=_fraction, metavar="X", help="accept losses within X of their value")
-    parser.add_argument("--corpus", type=Path, metavar="PATH", help="where the corpus is on this machine")
+    parser.add_argument(
+        "--corpus",
+        action="append",
+        metavar="[NAME=]PATH",
+        help="where the corpus is on this machine; of a mixture, once for each domain that has moved",
+    )
     parser.add_argument("--init-weights", type=Path, metavar="FILE", help="where the initial weights are")
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="folder for the repeated run (default: temporary)")
     parser.add_argument("--keep", action="store_true", help="keep the repeated run")

@@ -32,6 +32,8 @@ class Source:
     lines: Mapping[str, int]
     mistakes: tuple[str, ...]
     """What is wrong in a readable file, with lines: repeated keys, unreadable values."""
+    broken: tuple[str, ...] = ()
+    """The paths that are concerned."""
 
 
 def read_yaml(path: Path) -> Source:
@@ -57,7 +59,7 @@ def read_yaml(path: Path) -> Source:
     if not isinstance(data, dict):
         raise StudyError([f"{shown}:1: must be a mapping of settings, not {_kind(root)}"])
     mistakes = tuple(f"{shown}:{line}: {message}" for line, message in sorted(reading.mistakes))
-    return Source(path=shown, data=data, lines=reading.lines, mistakes=mistakes)
+    return Source(path=shown, data=data, lines=reading.lines, mistakes=mistakes, broken=tuple(reading.broken))
 
 
 @dataclass
@@ -67,6 +69,7 @@ class _Reading:
     loader: _Loader
     lines: dict[str, int] = field(default_factory=dict)
     mistakes: list[tuple[int, str]] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
     _written: dict[str, Node] = field(default_factory=dict)
     _open: list[Node] = field(default_factory=list)
 
@@ -74,6 +77,7 @@ class _Reading:
         """The plain value of the node at a path."""
         if any(node is outer for outer in self._open):
             self._mistake(node, f"{at} refers to itself; write the value out")
+            self.broken.append(at)
             return None
         self._open.append(node)
         try:
@@ -109,6 +113,7 @@ class _Reading:
             place = _join(at, node.value)
             other = self._written.setdefault(place, node)
             if other is not node:
+                self.broken.append(place)
                 first, second = sorted((_line(other), _line(node)))
                 self.mistakes.append((second, f"{place} is given twice, first on line {first}; keep one"))
 
@@ -117,6 +122,7 @@ class _Reading:
             return self.loader.construct_object(node)
         except (ValueError, yaml.constructor.ConstructorError):
             self._mistake(node, f"{at} ({getattr(node, 'value', '')}) cannot be read as {node.tag}")
+            self.broken.append(at)
             return None
 
     def _mistake(self, node: Node, message: str) -> None:

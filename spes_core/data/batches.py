@@ -5,6 +5,8 @@ Shape suffixes: B sequences, T tokens of a sequence, W = T + 1 tokens of a windo
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +14,8 @@ import numpy as np
 import torch
 
 from spes_core.config import DataConfig
-from spes_core.data import order, shards
+from spes_core.data import shards
+from spes_core.data.mixture import Mixture
 from spes_core.errors import DataError
 from spes_core.model.losses import IGNORED_TARGET
 
@@ -26,14 +29,16 @@ class ValidationBatch(NamedTuple):
     """(B, T) int64."""
     target_bytes: int
     """Bytes of text that the targets which are not IGNORED_TARGET stand for (an end of text stands for none)."""
+    domain: str
+    """Of all these sequences; "" where the corpus is not divided."""
 
 
 class TokenSource:
     """The training and validation sequences of a tokenized folder.
 
-    A sequence is a window of sequence_length + 1 tokens at stride sequence_length; its targets are its tokens shifted
-    by one. Nothing here has state: a batch depends on (seed, step, part, parts) alone. Raises DataError for a folder
-    that is torn, or too small to hold one sequence.
+    A sequence is a window of sequence_length + 1 tokens at stride sequence_length in one domain; its targets are its
+    tokens shifted by one. Nothing here has state: a batch depends on (seed, step, part, parts) alone. Raises DataError
+    for a folder that is torn, of other domains than ``config``'s, or too small to hold a sequence of each.
     """
 
     def __init__(self, data_dir: Path | str, config: DataConfig, seed: int) -> None:
@@ -44,16 +49,27 @@ class TokenSource:
                 f"{folder} has {self.header.vocab_size} token ids, more than data.tokenizer_vocab_size"
                 f" ({config.tokenizer_vocab_size}); prepare the corpus with this size"
             )
-        self.num_train_sequences = self.header.train.num_sequences(config.sequence_length)
-        self.num_validation_sequences = self.header.validation.num_sequences(config.sequence_length)
-        if self.num_train_sequences == 0:
+        if self.header.domains.keys() != config.domains.keys():
             raise DataError(
-                f"{folder} holds {self.header.train.tokens} training tokens, too few for one sequence of"
-                f" data.sequence_length ({config.sequence_length}); shorten sequences or give more text"
+                f"{folder} has the domains {list(self.header.domains)}, but data.domains names {list(config.domains)};"
+                " prepare the corpus with these domains"
             )
-        self._config, self._seed = config, seed
-        self._train_N = self._map(folder / shards.TRAIN)
-        self._validation_N = self._map(folder / shards.VALIDATION)
+        self._train = self.header.spans("train", config.sequence_length)
+        self._validation = self.header.spans("validation", config.sequence_length)
+        for name, span in self._train.items():
+            if span.sequences == 0:
+                tokens = self.header.domains[name].train.tokens if name else self.header.train.tokens
+                raise DataError(
+                    f"{folder} holds {tokens} training tokens{f' of {name}' if name else ''}, too few for one sequence"
+                    f" of data.sequence_length ({config.sequence_length}); shorten sequences or give more text"
+                )
+        self.separator_id = self.header.end_of_text_id if config.document_attention == "separate" else None
+        """Token that ends a document, where attention must not leave one."""
+        self._config = config
+        self._mixture = Mixture(config, {name: span.sequences for name, span in self._train.items()}, seed)
+        dtype = np.dtype(self.header.dtype).newbyteorder("<")
+        self._train_N = _Mapped(folder / shards.TRAIN, dtype)
+        self._validation_N = _Mapped(folder / shards.VALIDATION, dtype)
         self._bytes_V = np.fromfile(folder / shards.TOKEN_BYTES, dtype="<u4").astype(np.int64)
 
     def train_batch(self, step: int, part: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,48 +77,86 @@ class TokenSource:
 
         The parts' sequences are disjoint and together the step's global batch, whatever ``parts`` is.
         """
-        places = order.positions(step, part, parts, self._config.global_batch_sequences)
-        samples = [order.sample_index(self._seed, place, self.num_train_sequences) for place in places]
-        windows_BW = self._windows(self._train_N, np.array(samples))
+        samples = self._mixture.samples(step, part, parts)
+        length = self._config.sequence_length
+        starts = [self._train[sample.domain].start + sample.number * length for sample in samples]
+        windows_BW = self._train_N.windows(starts, length + 1)
         return _tensor(windows_BW[:, :-1]), _tensor(windows_BW[:, 1:])
 
     def validation_batches(
         self, part: int, parts: int, batch_sequences: int, max_sequences: int
     ) -> list[ValidationBatch]:
-        """The share of ``part`` of at most ``max_sequences`` sequences spread evenly over the validation split.
+        """The share of ``part`` of at most ``max_sequences`` held-out sequences; each batch is of one domain.
 
-        The set does not depend on ``parts``. Every part gets the same number of batches with the same shapes, each of
-        at most ``batch_sequences``; where sequences run out, a row repeats token 0 and its targets are IGNORED_TARGET.
+        The set does not depend on ``parts``, nor on what is trained on: equally many of each domain (`even_shares`),
+        spread evenly over its part of the split. Every part gets the same number of batches with the same shapes, each
+        of at most ``batch_sequences``; where a domain's sequences run out, a row repeats token 0 and its targets are
+        IGNORED_TARGET.
         """
         assert 0 <= part < parts and batch_sequences >= 1
-        available = self.num_validation_sequences
-        chosen = min(max_sequences, available)
+        chosen = even_shares(max_sequences, {name: span.sequences for name, span in self._validation.items()})
+        return [
+            batch
+            for name, count in chosen.items()
+            for batch in self._of_domain(name, count, part, parts, batch_sequences)
+        ]
+
+    def _of_domain(
+        self, name: str, chosen: int, part: int, parts: int, batch_sequences: int
+    ) -> Iterator[ValidationBatch]:
+        """The batches of ``part`` with its share of ``chosen`` sequences of one domain."""
+        span, length = self._validation[name], self._config.sequence_length
         share = np.arange(part, chosen, parts)  # dealt like cards: parts differ by at most one sequence
-        windows_BW = self._windows(self._validation_N, share * available // max(1, chosen))
+        starts = span.start + share * span.sequences // max(1, chosen) * length
+        windows_BW = self._validation_N.windows(starts.tolist(), length + 1)
         rows = -(-chosen // parts)
-        tokens_BT = np.zeros((rows, self._config.sequence_length), dtype=np.int64)
+        tokens_BT = np.zeros((rows, length), dtype=np.int64)
         targets_BT = np.full_like(tokens_BT, IGNORED_TARGET)
         tokens_BT[: len(share)], targets_BT[: len(share)] = windows_BW[:, :-1], windows_BW[:, 1:]
         bytes_B = np.zeros(rows, dtype=np.int64)
         bytes_B[: len(share)] = self._bytes_V[windows_BW[:, 1:]].sum(axis=1)
         # Sizes that differ by at most one keep a batch without any real target as rare as can be.
-        pieces = np.array_split(np.arange(rows), -(-rows // batch_sequences)) if rows else []
-        return [ValidationBatch(_tensor(tokens_BT[p]), _tensor(targets_BT[p]), int(bytes_B[p].sum())) for p in pieces]
+        for p in np.array_split(np.arange(rows), -(-rows // batch_sequences)) if rows else []:
+            yield ValidationBatch(_tensor(tokens_BT[p]), _tensor(targets_BT[p]), int(bytes_B[p].sum()), name)
 
-    def _map(self, path: Path) -> np.ndarray[Any, Any]:
-        """The ids of a split, mapped into memory: pages are read when they are used."""
-        if path.stat().st_size == 0:
-            return np.zeros(0, dtype=np.uint16)
-        mapped_N = np.memmap(path, dtype=np.dtype(self.header.dtype).newbyteorder("<"), mode="r")
-        return mapped_N.view(np.ndarray)  # slices of a memmap are slow to make
 
-    def _windows(self, ids_N: np.ndarray[Any, Any], indices_B: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Copies of the windows with these indices, as int64."""
-        length = self._config.sequence_length
-        windows_BW = np.empty((len(indices_B), length + 1), dtype=np.int64)
-        for row, start in enumerate((indices_B * length).tolist()):
-            windows_BW[row] = ids_N[start : start + length + 1]
+class _Mapped:
+    """The ids of a split, mapped into memory: pages are read when they are used, and not held afterwards."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._mapped: mmap.mmap | None = None
+        self._ids_N: np.ndarray[Any, Any] = np.zeros(0, dtype)
+        if path.stat().st_size:
+            with path.open("rb") as file:
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._ids_N = np.frombuffer(self._mapped, dtype)
+
+    def windows(self, starts_B: Sequence[int], width: int) -> np.ndarray[Any, Any]:
+        """Copies of the ``width`` ids from each start, (B, width) int64."""
+        windows_BW = np.empty((len(starts_B), width), dtype=np.int64)
+        for row, start in enumerate(starts_B):
+            windows_BW[row] = self._ids_N[start : start + width]
+        if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            # Else every page ever read would count as this process's memory, in the end the whole corpus.
+            self._mapped.madvise(mmap.MADV_DONTNEED)
         return windows_BW
+
+
+def even_shares(total: int, available: Mapping[str, int]) -> dict[str, int]:
+    """``total`` divided evenly over domains of which none gives more than it has; what one lacks the others give.
+
+    Remainders go to the first domains that have more.
+    """
+    counts = dict.fromkeys(available, 0)
+    left = min(total, sum(available.values()))
+    while left:
+        open_names = [name for name in available if counts[name] < available[name]]
+        for at, name in enumerate(open_names):
+            even = -(-left // (len(open_names) - at))
+            taken = min(even, available[name] - counts[name])
+            counts[name] += taken
+            left -= taken
+    return counts
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:

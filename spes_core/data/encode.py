@@ -1,192 +1,285 @@
-"""Write one folder of tokenized text from a corpus: survey it, train the tokenizer, encode, describe.
+"""Write one folder of tokenized text: survey the corpora, choose or train the tokenizer, encode, describe.
 
-The corpus is read twice and never held: memory is bounded by the tokenizer's sample, one batch, and the digests of
-the held-out documents.
+Everything is read twice and never held: memory is bounded by the tokenizer's sample, a few batches, and eight bytes for
+each held-out document. What was encoded before a kill is not encoded again: the corpora are read to that place and
+encoding goes on.
 """
 
 from __future__ import annotations
 
 import hashlib
-import heapq
 import json
 import math
+import os
 import platform
+import shutil
 import sys
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO, NamedTuple, TypeVar
 
-from spes_core.config import DataConfig
-from spes_core.data import shards, vocabulary
-from spes_core.data.sources import Corpus, Document, Skipped, is_held_out
+from spes_core.data import given, shards, unfinished, vocabulary
+from spes_core.data.documents import Document, Skipped
+from spes_core.data.fingerprints import Fingerprints, count_repeated, fingerprint
+from spes_core.data.preparation import FoundCorpora
+from spes_core.data.progress import Progress, bar, megabytes
+from spes_core.data.sources import is_held_out
+from spes_core.data.survey import require_both_splits, survey
+from spes_core.data.unfinished import Sizes, Unfinished
+from spes_core.data.vocabulary import Vocabulary
 from spes_core.errors import DataError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-SAMPLE_BYTES = 16_000_000
-"""The tokenizer is trained on about this much text: more changes the vocabulary little and costs time and memory."""
-_BATCH_BYTES = 4_000_000
-
-Progress = Callable[[str], None]
+_BATCH_BYTES = 1_000_000
+_COMMIT_BYTES = 64_000_000
+_HELD_OUT, _SEEN = "held_out.bin", "seen.bin"
+_SPLITS = (shards.TRAIN, shards.VALIDATION)
+_IN_FLIGHT = 3
 
 
-def write_folder(folder: Path, corpus: Corpus, config: DataConfig, tell: Progress) -> None:
-    """Write all files of a tokenized folder (which exists and is empty), the header last. Raises DataError."""
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class _Item(NamedTuple):
+    """One document on its way into the files."""
+
+    document: Document
+    content: bytes
+    split: int
+    """0: training, 1: validation."""
+    fingerprint: int
+
+
+def write_folder(folder: Path, found: FoundCorpora, tell: Progress) -> None:
+    """Write all files of a tokenized folder, the header last, going on from what is whole in it. Raises DataError."""
     import tokenizers
 
-    tell(f"reading {corpus.name}")
-    survey = _survey(corpus, config.validation_fraction)
-    tell(f"training a vocabulary of {config.tokenizer_vocab_size} on {megabytes(survey.sample_bytes)}")
-    tokenizer = vocabulary.train(survey.sample, config.tokenizer_vocab_size)
-    vocab_size = tokenizer.get_vocab_size()
-    tokenizer.save(str(folder / shards.TOKENIZER))
-    with (folder / shards.TOKEN_BYTES).open("wb") as file:
-        _append(file, vocabulary.token_bytes(tokenizer))
-    encoded = _encode(folder, corpus, config, tokenizer, survey, tell)
-    names = (shards.TRAIN, shards.VALIDATION, shards.TOKEN_BYTES, shards.TOKENIZER)
-    files = {name: _record(folder / name) for name in names}
-    shards.write_header(
-        folder,
-        shards.ShardHeader(
-            dtype=_dtype(vocab_size),
-            vocab_size=vocab_size,
-            vocab_size_asked=config.tokenizer_vocab_size,
-            end_of_text_id=vocabulary.END_OF_TEXT_ID,
-            tokenizer_digest=files[shards.TOKENIZER].sha256,
-            tokenizer_documents=len(survey.sample),
-            tokenizer_bytes=survey.sample_bytes,
-            digest=shards.token_digest(files),
-            train=encoded.train,
-            validation=encoded.validation,
-            validation_fraction=config.validation_fraction,
-            unigram_entropy_nats=_entropy_nats(folder / shards.TRAIN, _dtype(vocab_size)),
-            corpus=config.corpus,
-            corpus_digest=encoded.corpus_digest,
-            python_version=platform.python_version(),
-            tokenizers_version=tokenizers.__version__,
-            files=files,
-            skipped=encoded.skipped.counts,
-            skipped_first={reason: tuple(first) for reason, first in encoded.skipped.first.items()},
-        ),
+    found = found.fetched(folder, unfinished.FETCHED, tell)
+    made_by = f"tokenizers {tokenizers.__version__}, batches of {_BATCH_BYTES}"
+    state = unfinished.load(folder, made_by, _SPLITS)
+    if state is None:
+        _clear(folder)
+        vocabulary, state = _survey(folder, found, made_by, tell)
+    else:
+        vocabulary = _vocabulary(folder, found.preparation.tokenizer)
+    encoder = _Encoder(folder, found, vocabulary, state, tell)
+    encoder.run()
+    header = _header(folder, found, vocabulary, state, encoder)
+    _clear(folder, kept=header.files)
+    shards.write_header(folder, header)
+
+
+def _header(
+    folder: Path, found: FoundCorpora, vocabulary: Vocabulary, state: Unfinished, encoder: _Encoder
+) -> shards.ShardHeader:
+    import tokenizers
+
+    asked = found.preparation
+    names = (*_SPLITS, shards.TOKEN_BYTES, shards.TOKENIZER, *(path.name for path in vocabulary.files))
+    files = {name: _record(folder / name) for name in dict.fromkeys(names)}
+    return shards.ShardHeader(
+        dtype=vocabulary.dtype,
+        vocab_size=vocabulary.size,
+        vocab_size_asked=asked.vocab_size,
+        end_of_text_id=vocabulary.end_of_text_id,
+        tokenizer_digest=files[shards.TOKENIZER].sha256,
+        tokenizer_documents=state.tokenizer_documents,
+        tokenizer_bytes=state.tokenizer_bytes,
+        digest=shards.token_digest(files),
+        train=_total(state.parts, 0),
+        validation=_total(state.parts, 1),
+        validation_fraction=asked.validation_fraction,
+        unigram_entropy_nats=_entropy_nats(folder / shards.TRAIN, vocabulary.dtype),
+        corpus=asked.name,
+        corpus_digest=encoder.digest.hexdigest(),
+        python_version=platform.python_version(),
+        tokenizers_version=tokenizers.__version__,
+        files=files,
+        tokenizer=asked.tokenizer,
+        preparation_key=found.key,
+        domains=_domains(found, state.parts),
+        repeated_documents=count_repeated(folder / _SEEN),
+        skipped=encoder.skipped.counts,
+        skipped_first={reason: tuple(first) for reason, first in encoder.skipped.first.items()},
     )
 
 
-def megabytes(num_bytes: int) -> str:
-    """ "12.1 MB" (1e6 bytes)."""
-    return f"{num_bytes / 1e6:.1f} MB"
+def _clear(folder: Path, kept: Iterable[str] | None = None) -> None:
+    """Remove what is not among the files to keep; without any, all but what was fetched whole."""
+    for path in folder.iterdir():
+        if path.name not in kept if kept is not None else not path.name.startswith(unfinished.FETCHED):
+            path.unlink()
 
 
-@dataclass(frozen=True)
-class _Survey:
-    """What the first reading of a corpus gives."""
-
-    sample: list[str]
-    """Training texts to train the tokenizer on, by hash order."""
-    sample_bytes: int
-    held_out_digests: frozenset[bytes]
-    """SHA-256 of the validation texts: a training document with the same text would leak."""
-    total_bytes: int
-
-
-def _survey(corpus: Corpus, validation_fraction: float) -> _Survey:
-    """Read the corpus, keeping the shortest prefix of at least SAMPLE_BYTES of its training texts in hash order.
-
-    Raises DataError when a split would be empty.
-    """
-    skipped, held_out = Skipped(), set()
-    total_bytes = sample_bytes = documents = 0
-    sample: list[tuple[int, str, str, int]] = []  # a heap with the largest hash on top
-    for document in corpus.documents(skipped):
-        size = len(document.text.encode())
-        total_bytes += size
-        documents += 1
-        if is_held_out(document.name, validation_fraction):
-            held_out.add(_digest(document.text))
-            continue
-        heapq.heappush(sample, (-_rank(document.name), document.name, document.text, size))
-        sample_bytes += size
-        while sample_bytes - sample[0][3] >= SAMPLE_BYTES:
-            sample_bytes -= heapq.heappop(sample)[3]
-    kept = [item for item in sorted(sample, reverse=True) if _digest(item[2]) not in held_out]
-    _require_both_splits(corpus, documents, bool(kept), bool(held_out), validation_fraction, skipped)
-    return _Survey([item[2] for item in kept], sum(item[3] for item in kept), frozenset(held_out), total_bytes)
-
-
-def _require_both_splits(
-    corpus: Corpus, documents: int, train: bool, held_out: bool, fraction: float, skipped: Skipped
-) -> None:
-    left_out = f"; left out: {skipped}" if skipped.counts else ""
-    if documents == 0:
+def _survey(folder: Path, found: FoundCorpora, made_by: str, tell: Progress) -> tuple[Vocabulary, Unfinished]:
+    """Read the corpora once, choose or train the tokenizer, and leave both in the folder."""
+    asked = found.preparation
+    known = None if asked.tokenizer == "bpe" else _vocabulary(folder, asked.tokenizer)
+    if known is not None and known.size > asked.vocab_size:
         raise DataError(
-            f'data.corpus ("{corpus.name}") has no usable document{left_out}; give text files, or JSON lines with a'
-            ' field "text"'
+            f"data.tokenizer_vocab_size ({asked.vocab_size}) must be at least the {known.size} ids of data.tokenizer"
+            f' ("{asked.tokenizer}"); set it to {known.size}, and model.vocab_size to no less'
         )
-    if not (train and held_out):
-        split, move = ("validation", "raise") if train else ("training", "lower")
-        raise DataError(
-            f'data.corpus ("{corpus.name}") has no {split} document: each of its {documents} documents is held out with'
-            f" probability data.validation_fraction ({fraction:g}), and text that is held out is not trained on; {move}"
-            f" the fraction or give more documents{left_out}"
+    tell(f"reading {asked.name}")
+    surveyed = survey(found)
+    if known is None:
+        tell(f"training a vocabulary of {asked.vocab_size} on {megabytes(surveyed.sample_bytes)}")
+        known = vocabulary.trained(surveyed.sample, asked.vocab_size)
+    for path in known.files:
+        shutil.copyfile(path, folder / path.name)
+    if not (folder / shards.TOKENIZER).exists():
+        known.tokenizer.save(str(folder / shards.TOKENIZER))
+    with (folder / shards.TOKEN_BYTES).open("wb") as file:
+        _append(file, known.token_bytes)
+    surveyed.held_out.save(folder / _HELD_OUT)
+    state = Unfinished(
+        made_by=made_by,
+        total_bytes=surveyed.total_bytes,
+        tokenizer_documents=len(surveyed.sample),
+        tokenizer_bytes=surveyed.sample_bytes,
+        parts=[Sizes() for _ in found.corpora],
+    )
+    state.save(folder)
+    return known, state
+
+
+def _vocabulary(folder: Path, tokenizer: str) -> Vocabulary:
+    """The vocabulary of a setting; one that is trained, as the folder holds it."""
+    if tokenizer == "bytes":
+        return vocabulary.of_bytes()
+    return vocabulary.of_trained(vocabulary.load(folder)) if tokenizer == "bpe" else given.read(tokenizer)
+
+
+class _Encoder:
+    """The second reading: writes both splits' token files, the domains one after another, in batches."""
+
+    def __init__(
+        self, folder: Path, found: FoundCorpora, vocabulary: Vocabulary, state: Unfinished, tell: Progress
+    ) -> None:
+        self.digest, self.skipped = hashlib.sha256(), Skipped()
+        self._folder, self._found, self._vocabulary, self._state, self._tell = folder, found, vocabulary, state, tell
+        self._held_out = Fingerprints.load(folder / _HELD_OUT)
+        self._done_before, self._read_bytes, self._uncommitted_bytes = state.batches, 0, 0
+        self._files: list[IO[bytes]] = []
+
+    def run(self) -> None:
+        """Bring both files to their end. Raises DataError when a split of a domain is empty."""
+        asked = self._found.preparation
+        self._files = [
+            _opened_at(self._folder / name, size) for name, size in zip(_SPLITS, self._state.file_bytes, strict=True)
+        ]
+        with self._files[0], self._files[1], (self._folder / _SEEN).open("wb") as seen:
+            batches_before = 0
+            for domain, part in enumerate(self._state.parts):
+                if asked.divided:
+                    self.digest.update(json.dumps({"domain": asked.domains[domain].name}).encode())
+                batches = self._noted(_batches(self._items(domain)), seen)
+                for _ in range(self._done_before - batches_before):
+                    if next(batches, None) is None:
+                        break
+                    batches_before += 1
+                for batch, ids in _in_order(batches, self._encoded):
+                    self._write(part, batch, ids)
+                kept = (part.documents[0], part.documents[1])
+                require_both_splits(self._found, domain, sum(kept), kept, self.skipped)
+
+    def _items(self, domain: int) -> Iterator[_Item]:
+        """The documents of a domain, less training documents whose text some domain holds out."""
+        fraction, reserved = self._found.preparation.validation_fraction, self._vocabulary.reserved
+        mine = self._found.named(domain, self.skipped)
+        for document in self._found.documents(domain, self.skipped):
+            content = document.text.encode()
+            item = _Item(document, content, int(is_held_out(document.name, fraction)), fingerprint(content))
+            if item.split == 0 and item.fingerprint in self._held_out:
+                mine.add("with the text of a validation document", document.name)
+            elif reserved is not None and reserved in document.text:
+                mine.add("with the tokenizer's end of text in the text", document.name)
+            else:
+                yield item
+
+    def _noted(self, batches: Iterable[list[_Item]], seen: IO[bytes]) -> Iterator[list[_Item]]:
+        """The batches, after they have entered the corpus's digest and the fingerprints that were seen."""
+        for batch in batches:
+            for item in batch:
+                self.digest.update(json.dumps([item.document.name, len(item.content)]).encode() + item.content)
+                self._read_bytes += len(item.content)
+            _append(seen, array("Q", [item.fingerprint for item in batch]))
+            yield batch
+
+    def _encoded(self, batch: list[_Item]) -> list[array[int]]:
+        return self._vocabulary.encode([item.document.text for item in batch])
+
+    def _write(self, part: Sizes, batch: list[_Item], ids: list[array[int]]) -> None:
+        state = self._state
+        for item, tokens in zip(batch, ids, strict=True):
+            tokens.append(self._vocabulary.end_of_text_id)
+            _append(self._files[item.split], tokens)
+            part.tokens[item.split] += len(tokens)
+            part.documents[item.split] += 1
+            part.bytes[item.split] += len(item.content)
+            state.file_bytes[item.split] += len(tokens) * tokens.itemsize
+            self._uncommitted_bytes += len(item.content)
+        state.batches += 1
+        if self._uncommitted_bytes >= _COMMIT_BYTES:
+            for file in self._files:
+                file.flush()
+                os.fsync(file.fileno())
+            state.save(self._folder)
+            self._uncommitted_bytes = 0
+        done = sum(sum(each.bytes) for each in state.parts)
+        self._tell(f"encoded {megabytes(done)} of {megabytes(state.total_bytes)} {bar(done, state.total_bytes)}")
+
+
+def _opened_at(path: Path, size: int) -> IO[bytes]:
+    """The file, cut after what is known to be whole."""
+    file = path.open("r+b" if path.exists() else "w+b")
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+def _in_order(items: Iterator[T], work: Callable[[T], R]) -> Iterator[tuple[T, R]]:
+    """Each item with its result; two threads work ahead: files are read and written while the library encodes."""
+    pending: deque[tuple[T, Future[R]]] = deque()
+    with ThreadPoolExecutor(2) as threads:
+        for item in items:
+            pending.append((item, threads.submit(work, item)))
+            if len(pending) >= _IN_FLIGHT:
+                first, result = pending.popleft()
+                yield first, result.result()
+        for first, result in pending:
+            yield first, result.result()
+
+
+def _total(parts: list[Sizes], split: int) -> shards.SplitCounts:
+    return shards.SplitCounts(
+        tokens=sum(part.tokens[split] for part in parts),
+        documents=sum(part.documents[split] for part in parts),
+        bytes=sum(part.bytes[split] for part in parts),
+    )
+
+
+def _domains(found: FoundCorpora, parts: list[Sizes]) -> dict[str, shards.DomainCounts]:
+    if not found.preparation.divided:
+        return {}
+    return {
+        domain.name: shards.DomainCounts(
+            corpus=", ".join(domain.sources), train=_total([part], 0), validation=_total([part], 1)
         )
+        for domain, part in zip(found.preparation.domains, parts, strict=True)
+    }
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """What the second reading of a corpus gives, beside the token files."""
-
-    train: shards.SplitCounts
-    validation: shards.SplitCounts
-    corpus_digest: str
-    skipped: Skipped
-
-
-def _encode(
-    folder: Path, corpus: Corpus, config: DataConfig, tokenizer: Tokenizer, survey: _Survey, tell: Progress
-) -> _Encoded:
-    """Write both splits' token files, reading the corpus a second time in batches."""
-    code = "H" if _dtype(tokenizer.get_vocab_size()) == "uint16" else "I"
-    tokens, documents, sizes = [0, 0], [0, 0], [0, 0]
-    skipped, digest = Skipped(), hashlib.sha256()
-    with (folder / shards.TRAIN).open("wb") as train, (folder / shards.VALIDATION).open("wb") as validation:
-        files = (train, validation)
-        for batch in _batches(_without_leaks(corpus, config.validation_fraction, survey, skipped)):
-            encodings = tokenizer.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
-            for document, encoding in zip(batch, encodings, strict=True):
-                content = document.text.encode()
-                split = int(is_held_out(document.name, config.validation_fraction))
-                ids = array(code, encoding.ids)
-                ids.append(vocabulary.END_OF_TEXT_ID)
-                _append(files[split], ids)
-                tokens[split] += len(ids)
-                documents[split] += 1
-                sizes[split] += len(content)
-                digest.update(json.dumps([document.name, len(content)]).encode() + content)
-            tell(f"encoded {megabytes(sum(sizes))} of {megabytes(survey.total_bytes)}")
-    counts = [
-        shards.SplitCounts(tokens=t, documents=d, bytes=b) for t, d, b in zip(tokens, documents, sizes, strict=True)
-    ]
-    return _Encoded(counts[0], counts[1], digest.hexdigest(), skipped)
-
-
-def _without_leaks(corpus: Corpus, fraction: float, survey: _Survey, skipped: Skipped) -> Iterator[Document]:
-    """The documents, less training documents whose text is also held out."""
-    for document in corpus.documents(skipped):
-        if not is_held_out(document.name, fraction) and _digest(document.text) in survey.held_out_digests:
-            skipped.add("with the text of a validation document", document.name)
-        else:
-            yield document
-
-
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _batches(items: Iterable[_Item]) -> Iterator[list[_Item]]:
     """Runs of documents of about _BATCH_BYTES, so that memory does not grow with the corpus."""
-    batch: list[Document] = []
+    batch: list[_Item] = []
     size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text)
+    for item in items:
+        batch.append(item)
+        size += len(item.content)
         if size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -205,27 +298,15 @@ def _entropy_nats(path: Path, dtype: str) -> float:
     """-Σ p ln p over the frequencies of a file's token ids."""
     import numpy as np
 
-    ids_N = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
-    frequencies_V = np.zeros(1, dtype=np.int64)
-    for start in range(0, len(ids_N), 1 << 24):
-        counts_V = np.bincount(ids_N[start : start + (1 << 24)], minlength=len(frequencies_V))
-        counts_V[: len(frequencies_V)] += frequencies_V
-        frequencies_V = counts_V
+    kind = np.dtype(dtype).newbyteorder("<")
+    num_ids, frequencies_V = path.stat().st_size // kind.itemsize, np.zeros(1, dtype=np.int64)
+    with path.open("rb") as file:
+        while len(ids_N := np.fromfile(file, dtype=kind, count=1 << 22)):
+            counts_V = np.bincount(ids_N, minlength=len(frequencies_V))
+            counts_V[: len(frequencies_V)] += frequencies_V
+            frequencies_V = counts_V
     counts = frequencies_V[frequencies_V > 0].tolist()
-    return math.fsum(count / len(ids_N) * math.log(len(ids_N) / count) for count in counts)
-
-
-def _dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
-def _rank(name: str) -> int:
-    """Place of a document in hash order; independent of the hash that holds documents out."""
-    return int.from_bytes(hashlib.sha256(b"sample:" + name.encode("utf-8", "surrogateescape")).digest()[:8], "big")
-
-
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()
+    return math.fsum(count / num_ids * math.log(num_ids / count) for count in counts)
 
 
 def _record(path: Path) -> shards.FileRecord:

@@ -2,7 +2,7 @@
 
 Position 0, 1, 2, ... counts the sequences that all nodes together have read since the start of the run. Each epoch
 (``num_samples`` positions) is one pseudo-random permutation of the samples, so one integer resumes a run, and nodes
-that join, leave or restart change nothing for the others.
+that join, leave or restart change nothing for the others. `mixture` makes the order of several domains out of it.
 
 The permutation is a balanced Feistel network (Luby and Rackoff 1988), which is a bijection whatever its round
 function, narrowed from a power of four to ``num_samples`` by cycle walking (Black and Rogaway 2002).
@@ -14,7 +14,7 @@ import hashlib
 from functools import lru_cache
 
 
-def sample_index(seed: int, position: int, num_samples: int) -> int:
+def sample_index(seed: int | str, position: int, num_samples: int) -> int:
     """The sample (0 <= sample < num_samples) that stands at ``position`` >= 0 of the endless order of ``seed``."""
     assert num_samples >= 1 and position >= 0
     epoch, index = divmod(position, num_samples)
@@ -37,8 +37,8 @@ def positions(step: int, part: int, parts: int, global_batch_sequences: int) -> 
     return range(start, start + size)
 
 
-@lru_cache(maxsize=16)
-def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+@lru_cache(maxsize=256)
+def _round_keys(seed: int | str, epoch: int) -> tuple[int, ...]:
     """Eight round keys of 32 bits."""
     digest = hashlib.sha256(f"{seed}:{epoch}".encode()).digest()
     return tuple(int.from_bytes(digest[start : start + 4], "little") for start in range(0, 32, 4))

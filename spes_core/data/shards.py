@@ -4,7 +4,7 @@
 
     train.bin, validation.bin    token ids, little endian, one file a split; every document ends with the end of text
     token_bytes.bin              uint32 a token id: the bytes of text that the token stands for (end of text: 0)
-    tokenizer.json               the tokenizer, as the `tokenizers` library reads it
+    tokenizer.json               the tokenizer, as the `tokenizers` library reads it (a given one: with its other files)
     header.json                  `ShardHeader`; written last
 """
 
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from math import ceil
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from spes_core.config import RunConfig
+from spes_core.data import mixture
 from spes_core.errors import ConfigError, DataError, Problem
 from spes_core.structure import build
 
@@ -42,6 +44,15 @@ class SplitCounts:
     def num_sequences(self, sequence_length: int) -> int:
         """Whole windows of sequence_length + 1 tokens at stride sequence_length."""
         return max(0, self.tokens - 1) // sequence_length
+
+
+class Span(NamedTuple):
+    """Sequences of one domain in the file of one split."""
+
+    start: int
+    """Index of the domain's first token."""
+    sequences: int
+    """Whole windows of sequence_length + 1 tokens at stride sequence_length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +86,7 @@ class ShardHeader:
     tokenizer_digest: str
     """SHA-256 of tokenizer.json."""
     tokenizer_documents: int
-    """Training documents that the tokenizer was trained on (a bounded sample)."""
+    """Training documents that the tokenizer was trained on (a bounded sample; 0 for one that was not trained)."""
     tokenizer_bytes: int
     """Their UTF-8 bytes."""
     digest: str
@@ -86,18 +97,36 @@ class ShardHeader:
     unigram_entropy_nats: float
     """Entropy of the training tokens' frequencies: the loss of the best model that ignores context."""
     corpus: str
-    """`data.corpus` as it was given."""
+    """`data.corpus` as it was given, or the names of the domains."""
     corpus_digest: str
     """SHA-256 over the names and texts of the documents used, in order."""
     python_version: str
     tokenizers_version: str
     files: dict[str, FileRecord]
+    tokenizer: str = "bpe"
+    """`data.tokenizer` as it was given."""
     domains: dict[str, DomainCounts] = field(default_factory=dict)
     """Domain -> its part, in file order; empty for a corpus that is not divided. The parts add up to the splits."""
+    preparation_key: str = ""
+    """Follows from the settings and files that the folder was made from (`preparation.FoundCorpora.key`)."""
+    repeated_documents: int = 0
+    """Documents used whose whole text another document before them has."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Reason -> number of rows, documents or files left out."""
     skipped_first: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Reason -> where the first few of them are ("file:line")."""
+
+    def spans(self, split: Literal["train", "validation"], sequence_length: int) -> dict[str, Span]:
+        """Domain -> where its sequences lie in the file of ``split``; one domain "" for a corpus that is not divided.
+
+        No sequence crosses the end of a domain.
+        """
+        counts: dict[str, SplitCounts] = {name: getattr(domain, split) for name, domain in self.domains.items()}
+        spans, start = {}, 0
+        for name, part in (counts or {"": getattr(self, split)}).items():
+            spans[name] = Span(start, part.num_sequences(sequence_length))
+            start += part.tokens
+        return spans
 
 
 def read_header(folder: Path) -> ShardHeader:
@@ -160,10 +189,13 @@ def token_digest(files: Mapping[str, FileRecord]) -> str:
 def require_enough(header: ShardHeader, config: RunConfig) -> None:
     """Check that the corpus is large enough for a run. Raises ConfigError with every rule broken.
 
-    One step's global batch must not repeat a sequence, and every training process must have held-out text to evaluate.
+    One step's global batch must not repeat a sequence, every domain must give a sequence of both splits, and every
+    training process must have held-out text to evaluate.
     """
     length, batch, parts = config.data.sequence_length, config.data.global_batch_sequences, config.world_size
-    train, held_out = header.train.num_sequences(length), header.validation.num_sequences(length)
+    train_spans, held_out_spans = header.spans("train", length), header.spans("validation", length)
+    train = sum(span.sequences for span in train_spans.values())
+    held_out = sum(span.sequences for span in held_out_spans.values())
     problems: list[Problem] = []
     size = f"of data.sequence_length ({length}) tokens that the corpus ({header.corpus}) gives"
     if parts > train:
@@ -177,8 +209,30 @@ def require_enough(header: ShardHeader, config: RunConfig) -> None:
     if parts > held_out:
         message = f"({config.nodes}) needs {parts} validation sequences, more than the {held_out} {size}; "
         problems.append(Problem("nodes", message + "use fewer nodes or raise data.validation_fraction"))
-    if problems:
+    if problems := problems or list(_domain_problems(header, config)):
         raise ConfigError(problems)
+
+
+def _domain_problems(header: ShardHeader, config: RunConfig) -> Iterator[Problem]:
+    """What single domains are too small for."""
+    length, batch = config.data.sequence_length, config.data.global_batch_sequences
+    train = {name: span.sequences for name, span in header.spans("train", length).items()}
+    held_out = {name: span.sequences for name, span in header.spans("validation", length).items()}
+    for name in header.domains:
+        path = f"data.domains.{name}"
+        needed = ceil(mixture.shares(config.data, train).get(name, 0) * batch)
+        if train[name] < max(1, needed):
+            yield Problem(
+                path,
+                f"gives {train[name]} training sequences of data.sequence_length ({length}) tokens, fewer than the"
+                f" {max(1, needed)} that one step takes; lower its weight, shorten sequences or give it more text",
+            )
+        if held_out[name] < 1:
+            yield Problem(
+                path,
+                f"has no validation sequence of data.sequence_length ({length}) tokens; raise data.validation_fraction,"
+                " shorten sequences or give it more text",
+            )
 
 
 def _expected_bytes(header: ShardHeader) -> dict[str, int | None]:

@@ -1,15 +1,12 @@
-"""Tokenized corpora on disk, made once: `prepare`, or `python -m spes_core.data.tokenize`.
+"""Tokenized corpora on disk, made once: `prepare`, or `python -m spes_core.data.tokenize SOURCE ...`.
 
 A folder appears under its final name by one rename when it is complete, so a process that is killed leaves nothing
-that could be mistaken for one.
+that could be mistaken for one. What it left is gone on from.
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 import sys
@@ -17,51 +14,41 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spes_core.config import DataConfig, ModelConfig, RunConfig
+from spes_core.config import DataConfig
 from spes_core.data import shards
-from spes_core.data.encode import Progress, megabytes, write_folder
-from spes_core.data.sources import find
-from spes_core.errors import ConfigError, DataError, SpesError
-from spes_core.rules import check
+from spes_core.data.preparation import FoundCorpora, Preparation
+from spes_core.data.progress import Progress
+from spes_core.errors import DataError
 
 
 def prepare(config: DataConfig, cache: Path | None = None, progress: Progress | None = None) -> Path:
-    """The folder of ``config``'s corpus in token ids, made in ``cache`` unless a sound one is there.
+    """The folder of ``config``'s corpus or domains in token ids, made in ``cache`` unless a sound one is there.
 
-    Depends on corpus, tokenizer_vocab_size and validation_fraction. Several processes may call this at once: one works,
-    the others wait for it. ``progress`` gets a line of text now and then. Raises DataError when the corpus cannot be
-    used.
+    Depends on what `Preparation` holds. Several processes may call this at once: one works, the others wait for it.
+    ``progress`` gets a line of text now and then. Raises DataError when the corpus cannot be used.
     """
-    tell = progress or (lambda message: None)
-    corpus = find(config.corpus)
-    identity = corpus.identity()
-    folder = _folder(identity, config, cache)
-    if _is_sound(folder):
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"the cache {folder.parent} cannot be created ({error}); name another with --cache") from error
-    with _locked(folder.with_name(f"{folder.name}.lock"), tell):
-        if _is_sound(folder):
-            return folder
-        part = folder.with_name(f"{folder.name}.part")
-        shutil.rmtree(part, ignore_errors=True)  # what a killed process left: nobody else holds the lock
-        part.mkdir()
-        try:
-            write_folder(part, corpus, config, tell)
-            if find(config.corpus) != corpus or corpus.identity() != identity:
-                raise DataError(f'data.corpus ("{config.corpus}") changed while it was being read; prepare it again')
-            _publish(part, folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-    return folder
+    found = Preparation.of(config).find()
+    return write_once(_cached(found, cache), found, progress or (lambda message: None))
 
 
 def find_prepared(config: DataConfig, cache: Path | None = None) -> Path | None:
     """The folder that `prepare` would return without any work; None when there is none. Raises DataError as it does."""
-    folder = _folder(find(config.corpus).identity(), config, cache)
+    folder = _cached(Preparation.of(config).find(), cache)
     return folder if _is_sound(folder) else None
+
+
+def prepare_at(asked: Preparation, place: Path | None, cache: Path | None, tell: Progress) -> Path:
+    """What is asked in a folder of one's own (None: in the cache), made unless it is there.
+
+    Raises DataError when the corpus cannot be used, or the place holds something else.
+    """
+    found = asked.find()
+    folder = _cached(found, cache) if place is None else place.absolute()
+    if place is not None and folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+        known = shards.read_header(folder).preparation_key if _is_sound(folder) else None
+        if known != found.key:
+            raise DataError(f"--out {place} holds something else; name another folder, or remove it")
+    return write_once(folder, found, tell)
 
 
 def default_cache() -> Path:
@@ -69,48 +56,47 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spes-workbench"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the folder as the last line; exit code 0 when it is there, 2 for bad input, 130 interrupted, else 1."""
-    defaults = DataConfig()
-    parser = argparse.ArgumentParser(prog="python -m spes_core.data.tokenize", description="Tokenize a corpus, once.")
-    parser.add_argument(
-        "--corpus", default=defaults.corpus, help='"stdlib", or a file or folder (default: %(default)s)'
-    )
-    parser.add_argument("--vocab-size", type=int, default=defaults.tokenizer_vocab_size, help="default: %(default)s")
-    parser.add_argument(
-        "--validation-fraction", type=float, default=defaults.validation_fraction, help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--cache", type=Path, default=None, help="folder of tokenized corpora (default: the user's cache)"
-    )
-    parser.add_argument("--verify", action="store_true", help="also hash every file of the folder")
-    options = parser.parse_args(arguments)
-    config = DataConfig(
-        corpus=options.corpus,
-        tokenizer_vocab_size=options.vocab_size,
-        validation_fraction=options.validation_fraction,
-    )
+def write_once(folder: Path, found: FoundCorpora, tell: Progress) -> Path:
+    """Write the folder unless it is there, waiting for another process that does. Raises DataError."""
+    from spes_core.data.encode import write_folder  # numpy: not needed to find what is there
+
+    if _is_sound(folder):
+        return folder
     try:
-        _require_valid(config)
-        folder = prepare(config, options.cache, _terminal_line())
-        header = shards.verify(folder) if options.verify else shards.read_header(folder)
-    except (SpesError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, SpesError) else 1
-    except KeyboardInterrupt:
-        return 130
-    _describe(header)
-    print(folder)
-    return 0
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"the cache {folder.parent} cannot be created ({error}); name another with --cache or --out"
+        ) from error
+    with _locked(folder.with_name(f"{folder.name}.lock"), tell):
+        if _is_sound(folder):
+            return folder
+        part = folder.with_name(f"{folder.name}.part")
+        part.mkdir(exist_ok=True)  # or what a killed process left: nobody else holds the lock
+        try:
+            write_folder(part, found, tell)
+            _require_unchanged(found)
+            _publish(part, folder)
+        except Exception:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    return folder
 
 
-def _folder(identity: str, config: DataConfig, cache: Path | None) -> Path:
-    return (cache or default_cache()).absolute() / _key(identity, config)
+def main(arguments: list[str] | None = None) -> int:
+    """The command; its exit status."""
+    from spes_core.data.tokenize_command import run
+
+    return run(arguments)
 
 
-def _key(identity: str, config: DataConfig) -> str:
-    parts = [shards.SCHEMA, identity, config.tokenizer_vocab_size, config.validation_fraction]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+def _require_unchanged(found: FoundCorpora) -> None:
+    if found.preparation.find() != found:
+        raise DataError(f'the corpus ("{found.preparation.name}") changed while it was being read; prepare it again')
+
+
+def _cached(found: FoundCorpora, cache: Path | None) -> Path:
+    return (cache or default_cache()).absolute() / found.key
 
 
 def _is_sound(folder: Path) -> bool:
@@ -139,39 +125,9 @@ def _publish(part: Path, folder: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    if folder.exists():  # torn, or of another format: `prepare` found it unsound
+    if folder.exists():  # torn, of another format, or empty: nothing that could be used
         shutil.rmtree(folder)
     part.rename(folder)
-
-
-def _require_valid(config: DataConfig) -> None:
-    """Raises ConfigError for settings of the data that no run could have."""
-    run = RunConfig(data=config, model=ModelConfig(vocab_size=max(1, config.tokenizer_vocab_size)))
-    if problems := [problem for problem in check(run) if problem.path.startswith("data.")]:
-        raise ConfigError(problems)
-
-
-def _describe(header: shards.ShardHeader) -> None:
-    """Say on standard error what there is, and what was left out."""
-    for name, split in (("train", header.train), ("validation", header.validation)):
-        print(
-            f"{name}: {split.documents} documents, {megabytes(split.bytes)}, {split.tokens} tokens",
-            file=sys.stderr,
-        )
-    if header.vocab_size < header.vocab_size_asked:
-        print(
-            f"note: the text gives a vocabulary of {header.vocab_size}, not the {header.vocab_size_asked} asked for",
-            file=sys.stderr,
-        )
-    for reason, count in header.skipped.items():
-        print(f"left out: {count} {reason} ({', '.join(header.skipped_first[reason])})", file=sys.stderr)
-
-
-def _terminal_line() -> Progress | None:
-    """One line that rewrites itself, when standard error is a terminal."""
-    if not sys.stderr.isatty():
-        return None
-    return lambda message: print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

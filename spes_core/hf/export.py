@@ -30,6 +30,11 @@ from spes_core.runfile import RunFile
 
 _CLASSES = {"olmoe": "OlmoeForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "mixtral": "MixtralForCausalLM"}
 
+_APART = (
+    "note: this model was trained with data.document_attention separate, which no Hugging Face configuration can say;"
+    " give it one document a sequence, which begins with the end of text (bos_token), as it was trained"
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     """The command; its exit status."""
@@ -58,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
             max_shard_bytes=int(arguments.max_shard_gb * 1e9),
         )
         print(f"model: {arguments.out}")
+        if run is not None and run.config.data.document_attention == "separate":
+            print(_APART)
 
     return status_of(command)
 

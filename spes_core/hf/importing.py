@@ -23,6 +23,7 @@ from spes_core.filedigest import file_digest
 from spes_core.hf.commandline import status_of
 from spes_core.hf.layout import checkpoint_sources
 from spes_core.hf.reading import MOE, moe_model, read_model
+from spes_core.hf.tokenizer import tokenizer_settings
 from spes_core.model.counting import tensor_shapes
 
 
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
         source = read_hf_folder(arguments.folder)
         origin = {"origin": f"imported from {arguments.folder.resolve().name}"}
         values = ((name, source.tensor(name)) for name in source.forms)
-        save_start(arguments.to, source.model, source.forms, values, origin)
+        save_start(arguments.to, source.model, source.forms, values, origin, arguments.folder)
 
     return status_of(command)
 
@@ -82,14 +83,17 @@ def save_start(
     forms: Mapping[str, TensorForm],
     values: Iterable[tuple[str, Tensor]],
     origin: Mapping[str, str],
+    foreign: Path | None = None,
 ) -> None:
     """Write weights that a run can start from, and beside them (.yaml) what a study sets to do so; say so on stdout.
 
-    Raises DataError.
+    The settings name the tokenizer of the ``foreign`` model when it has one. Raises DataError.
     """
     write_weights(path, forms, values, {**origin, **model_metadata(model)})
     init = InitConfig(kind="weights", weights=str(path), digest=file_digest(path))
     settings = {"model": to_dict(model), "init": to_dict(init)}
+    if foreign is not None and (data := tokenizer_settings(foreign)):
+        settings["data"] = data
     text = f"# Settings of a run that starts from {path.name}: put them under `run` in a study.\n"
     text += yaml.safe_dump(settings, sort_keys=False)
     section = path.with_suffix(".yaml")

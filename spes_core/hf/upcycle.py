@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         source = upcycle(dense, how, dtype)
         values = ((name, source.tensor(name)) for name in source.forms)
         made = ", ".join(f"{name} {value:g}" for name, value in asdict(how).items())
-        save_start(out, source.model, source.forms, values, {"origin": f"upcycled from {dense.resolve().name}: {made}"})
+        origin = {"origin": f"upcycled from {dense.resolve().name}: {made}"}
+        save_start(out, source.model, source.forms, values, origin, dense)
 
     return status_of(command)
 

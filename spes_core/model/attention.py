@@ -32,8 +32,11 @@ class Attention(nn.Module):
             self.q_norm = nn.Parameter(torch.empty(self.head_dim if per_head else query_width))
             self.k_norm = nn.Parameter(torch.empty(self.head_dim if per_head else kv_width))
 
-    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Attend; ``rotation`` comes from `rotation_tables` for at least T positions. Returns (B, T, D)."""
+    def forward(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor], mask_B1TT: Tensor | None = None) -> Tensor:
+        """Attend; ``rotation`` comes from `rotation_tables` for at least T positions. Returns (B, T, D).
+
+        ``mask_B1TT`` is added to the scores (`document_mask`); without it a position sees all before it and itself.
+        """
         batch, length, _ = x_BTD.shape
         q_BTHC = linear(x_BTD, self.q.to(x_BTD.dtype)).view(batch, length, self.num_heads, self.head_dim)
         k_BTGC = linear(x_BTD, self.k.to(x_BTD.dtype)).view(batch, length, self.num_kv_heads, self.head_dim)
@@ -46,7 +49,8 @@ class Attention(nn.Module):
             q_BTHC.transpose(1, 2),
             k_BTGC.transpose(1, 2),
             v_BTGC.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask_B1TT,
+            is_causal=mask_B1TT is None,
             enable_gqa=self.num_kv_heads != self.num_heads,
         )
         return linear(y_BHTC.transpose(1, 2).reshape(batch, length, -1), self.o.to(x_BTD.dtype))
@@ -55,6 +59,19 @@ class Attention(nn.Module):
         if self.qk_norm == "per_head":
             return rms_norm(x_BTHC, weight, self.norm_eps)
         return rms_norm(x_BTHC.flatten(2), weight, self.norm_eps).view(x_BTHC.shape)
+
+
+def document_mask(tokens_BT: Tensor, end_of_text_id: int, dtype: torch.dtype) -> Tensor:
+    """0 where a query (third dimension) may see a key (last one), −inf elsewhere; (B, 1, T, T) of ``dtype``.
+
+    A position sees its own document and the end of text before it, which so opens the document that follows: it sees
+    nothing but itself. Rotary positions are relative, so a document need not begin at 0.
+    """
+    document_BT = (tokens_BT == end_of_text_id).cumsum(1)
+    length = tokens_BT.shape[1]
+    is_seen_BTT = (document_BT.unsqueeze(2) == document_BT.unsqueeze(1)).tril_()
+    mask_B1TT = torch.full((len(tokens_BT), 1, length, length), -torch.inf, dtype=dtype, device=tokens_BT.device)
+    return mask_B1TT.masked_fill_(is_seen_BTT.unsqueeze(1), 0)
 
 
 def rotation_tables(config: ModelConfig, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

@@ -172,7 +172,7 @@ def memory(config: RunConfig, node: int) -> MemoryParts:
         weights_bytes=FLOAT32_BYTES * trained_elements + frozen_width * frozen_elements,
         gradients_bytes=FLOAT32_BYTES * trained_elements,
         moments_bytes=moments,
-        activations_bytes=activation_bytes(model, sequences, length, config.compute),
+        activations_bytes=activation_bytes(model, sequences, length, config.compute) + _mask_bytes(config),
         sync_buffers_bytes=sync_buffers_bytes(config, node),
     )
 
@@ -287,6 +287,13 @@ def activation_bytes(
         return model.num_layers * tokens * width * model.d_model + head
     keeps_hidden = compute.activation_checkpointing == "none"
     return model.num_layers * _layer_activation_bytes(model, tokens, width, keeps_hidden) + head
+
+
+def _mask_bytes(config: RunConfig) -> int:
+    """The mask that keeps documents apart, one for all layers; nothing saves it where only a layer's input is kept."""
+    is_saved = config.data.document_attention == "separate" and config.compute.activation_checkpointing != "block"
+    width = BFLOAT16_BYTES if config.compute.precision == "bfloat16" else FLOAT32_BYTES
+    return config.micro_batch_sequences * config.data.sequence_length**2 * width if is_saved else 0
 
 
 def recomputed_bytes(model: ModelConfig, sequences: int, sequence_length: int, compute: ComputeConfig) -> int:

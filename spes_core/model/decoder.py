@@ -15,7 +15,7 @@ from torch.nn.functional import embedding, linear
 from torch.utils.checkpoint import checkpoint
 
 from spes_core.config import ComputeConfig, FrozenConfig, LossConfig, ModelConfig
-from spes_core.model.attention import Attention, rotation_tables
+from spes_core.model.attention import Attention, document_mask, rotation_tables
 from spes_core.model.counting import tensor_shapes
 from spes_core.model.losses import token_loss
 from spes_core.model.moe import AllRanks, Experts, route
@@ -73,6 +73,8 @@ class Decoder(nn.Module):
         if not config.tie_embeddings:
             self.unembedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         self._rotation: tuple[Tensor, Tensor] | None = None
+        self.separator_id: int | None = None
+        """Token that ends a document where attention must not leave one (data.document_attention); else None."""
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, loss: LossConfig, other_tokens_LE: Tensor | None = None
@@ -99,9 +101,18 @@ class Decoder(nn.Module):
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
         """Next-token logits (B, T, vocab_size), without gradients: for evaluation and tests; holds all of them."""
-        hidden_BTD = self._run_layers(tokens_BT)[0]
+        return self.unembed(self.hidden(tokens_BT))
+
+    @torch.no_grad()
+    def hidden(self, tokens_BT: Tensor) -> Tensor:
+        """Normalised hidden states (B, T, d_model), without gradients: what `unembed` takes, all or some positions."""
+        return self._run_layers(tokens_BT)[0]
+
+    @torch.no_grad()
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Next-token logits (..., vocab_size) of hidden states (..., d_model), without gradients."""
         unembedding_VD = self.embedding if self.config.tie_embeddings else self.unembedding
-        return linear(hidden_BTD, unembedding_VD.to(hidden_BTD.dtype))
+        return linear(hidden, unembedding_VD.to(hidden.dtype))
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors under their canonical names and in canonical order, as detached views.
@@ -126,10 +137,12 @@ class Decoder(nn.Module):
         x_BTD = embedding(tokens_BT, self.embedding)
         x_BTD = x_BTD.bfloat16() if self._is_bfloat16 else x_BTD
         rotation = self._rotation_for(tokens_BT.shape[1], x_BTD)
+        # One mask for all layers: it costs as much as a layer's attention.
+        mask_B1TT = None if self.separator_id is None else document_mask(tokens_BT, self.separator_id, x_BTD.dtype)
         statistics = []
         others = [None] * len(self.layers) if other_tokens_LE is None else other_tokens_LE.unbind(0)
         for layer, other_tokens_E in zip(self.layers, others, strict=True):
-            x_BTD, *of_layer = layer(x_BTD, rotation, other_tokens_E)
+            x_BTD, *of_layer = layer(x_BTD, rotation, other_tokens_E, mask_B1TT)
             statistics.append(of_layer)
         balance, router_z, expert_tokens = (torch.stack(values) for values in zip(*statistics, strict=True))
         return rms_norm(x_BTD, self.final_norm, self.config.norm_eps), balance, router_z, expert_tokens
@@ -179,20 +192,30 @@ class DecoderLayer(nn.Module):
         self._train = torch.compile(self._compute) if compute.compile else self._compute
 
     def forward(
-        self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor], other_tokens_E: Tensor | None = None
+        self,
+        x_BTD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        other_tokens_E: Tensor | None = None,
+        mask_B1TT: Tensor | None = None,
     ) -> LayerOutput:
-        """Both halves of the layer; ``other_tokens_E`` as in `moe.route`."""
+        """Both halves of the layer; ``other_tokens_E`` as in `moe.route`, ``mask_B1TT`` as in `Attention`."""
         if not torch.is_grad_enabled():
-            return self._compute(x_BTD, rotation, other_tokens_E)
+            return self._compute(x_BTD, rotation, other_tokens_E, mask_B1TT)
         if self._keeps_input_only:
             # Only x_BTD is an argument, so only it is kept; nothing here draws random numbers.
-            run = partial(self._train, rotation=rotation, other_tokens_E=other_tokens_E)
+            run = partial(self._train, rotation=rotation, other_tokens_E=other_tokens_E, mask_B1TT=mask_B1TT)
             output: LayerOutput = checkpoint(run, x_BTD, use_reentrant=False, preserve_rng_state=False)
             return output
-        return self._train(x_BTD, rotation, other_tokens_E)
+        return self._train(x_BTD, rotation, other_tokens_E, mask_B1TT)
 
-    def _compute(self, x_BTD: Tensor, rotation: tuple[Tensor, Tensor], other_tokens_E: Tensor | None) -> LayerOutput:
-        x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.norm_eps), rotation)
+    def _compute(
+        self,
+        x_BTD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        other_tokens_E: Tensor | None,
+        mask_B1TT: Tensor | None = None,
+    ) -> LayerOutput:
+        x_BTD = x_BTD + self.attention(rms_norm(x_BTD, self.attention_norm, self.norm_eps), rotation, mask_B1TT)
         y_ND = rms_norm(x_BTD, self.moe_norm, self.norm_eps).flatten(0, 1)
         logits_NE = linear(y_ND, self.router.to(y_ND.dtype))
         routing = route(logits_NE, self.top_k, self.normalize_top_k, other_tokens_E, self.all_ranks)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,7 @@ class Training:
             place,
             exchange,
         )
+        decoder.separator_id = source.separator_id
         self.optimizer = make_optimizer(decoder, config.optim)
         self.clock = Clock()
         self._source, self._device = source, device
@@ -265,7 +267,7 @@ class Training:
         with self._outside_training(), self.clock.phase("validate"):
             started = time.perf_counter()
             sums = validate(self.decoder, batches, self.config.loss, self._device)
-            loss_sum_nats, target_tokens, target_bytes = self._ranks.sums(list(asdict(sums).values()))
+            by_domain = {name: self._ranks.sums(list(asdict(item).values())) for name, item in sums.items()}
             duration_s = time.perf_counter() - started
         self.events.write(
             "validation",
@@ -274,9 +276,7 @@ class Training:
             part=place.validation_part % parts,
             parts=parts,
             duration_s=duration_s,
-            loss_sum_nats=loss_sum_nats,
-            target_tokens=int(target_tokens),
-            target_bytes=int(target_bytes),
+            **_validation_fields(by_domain),
         )
 
     def _store(self, checkpoints: Checkpointing, step: int) -> None:
@@ -358,6 +358,17 @@ class Training:
 
 
 _SCALARS = ("cross_entropy", "grad_norm", "z_loss", "balance_loss", "router_z_loss")
+
+
+def _validation_fields(by_domain: dict[str, list[float]]) -> dict[str, Any]:
+    """The fields of an event for the values of `ValidationSums`: their sums, and each domain's where it has a name."""
+
+    def fields(values: Sequence[float]) -> dict[str, float]:
+        return {"loss_sum_nats": values[0], "target_tokens": int(values[1]), "target_bytes": int(values[2])}
+
+    totals = fields([sum(column) for column in zip(*by_domain.values(), strict=True)] or [0.0, 0, 0])
+    domains = {name: fields(values) for name, values in by_domain.items() if name}
+    return totals | ({"domains": domains} if domains else {})
 
 
 def _mean(values: list[Tensor]) -> float:

@@ -17,13 +17,20 @@ from spes_core.train.exchange import Entry, RoundReport
 class BatchSource(Protocol):
     """What the loop needs of `data.batches.TokenSource`."""
 
+    @property
+    def separator_id(self) -> int | None:
+        """Token that ends a document, where attention must not leave one; else None."""
+
     def train_batch(self, step: int, part: int, parts: int) -> tuple[Tensor, Tensor]:
         """(tokens_BT, targets_BT) of one participant in one step."""
 
     def validation_batches(
         self, part: int, parts: int, batch_sequences: int, max_sequences: int
-    ) -> Sequence[tuple[Tensor, Tensor, int]]:
-        """(tokens_BT, targets_BT, bytes of text behind the targets) of one participant."""
+    ) -> Sequence[tuple[Tensor, Tensor, int, str]]:
+        """(tokens_BT, targets_BT, bytes of text behind the targets, domain) of one participant.
+
+        All participants get the same domains in the same order.
+        """
 
 
 class RoundExchange(Protocol):

@@ -53,6 +53,8 @@ def tiny(**changes: object) -> RunConfig:
 class RandomTokens:
     """Fixed random sequences in place of a corpus; the global batch of a step is the same for any division."""
 
+    separator_id = None
+
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
@@ -68,10 +70,10 @@ class RandomTokens:
 
     def validation_batches(
         self, part: int, parts: int, batch_sequences: int, max_sequences: int
-    ) -> list[tuple[Tensor, Tensor, int]]:
+    ) -> list[tuple[Tensor, Tensor, int, str]]:
         tokens, targets = self._sequences(10**6, max_sequences)
         tokens, targets = tokens.chunk(parts)[part], targets.chunk(parts)[part]
-        return [(tokens, targets, targets.numel())]
+        return [(tokens, targets, targets.numel(), "")]
 
 
 def train_alone(config: RunConfig, folder: Path, source: BatchSource | None = None) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def loss_of(config: RunConfig, weights: dict[str, Tensor]) -> float:
     with torch.no_grad():
         for name, tensor in decoder.tensors().items():
             tensor.copy_(weights[name])
-    sums = validate(decoder, Sequences(config).validation_batches(0, 1, 8, 16), config.loss, CPU)
+    sums = validate(decoder, Sequences(config).validation_batches(0, 1, 8, 16), config.loss, CPU)[""]
     return float(sums.loss_sum_nats) / sums.target_tokens
 
 

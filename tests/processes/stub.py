@@ -26,12 +26,12 @@ def leave_orphan() -> None:
         time.sleep(300)
 
 
-def train() -> None:
-    """Write the events of two steps as node ``argv[2]`` of the run whose run.json is ``argv[3]``."""
+def train(losses: tuple[float, ...] = (1.0, 2.0)) -> None:
+    """Write the events of a few steps as node ``argv[2]`` of the run whose run.json is ``argv[3]``."""
     events = EventWriter(Path(sys.argv[3]).parent / "events" / f"{sys.argv[2]}.jsonl")
     events.write("first_step")
-    for step in (1, 2):
-        events.write("train", step=step, loss_nats=float(step), tokens_per_s=10.0, **dict.fromkeys(_ZEROS, 0.0))
+    for step, loss_nats in enumerate(losses, start=1):
+        events.write("train", step=step, loss_nats=loss_nats, tokens_per_s=10.0, **dict.fromkeys(_ZEROS, 0.0))
         time.sleep(0.1)
 
 
@@ -64,6 +64,16 @@ def main() -> None:
         leave_orphan()
     elif action == "train":
         train()
+    elif action == "explode":
+        print("about to explode")
+        train((1.0, 9.0, 9.0, 1.0))
+        time.sleep(float(sys.argv[4]))
+    elif action == "hoard":
+        hoard = b"x" * int(sys.argv[2])
+        time.sleep(300)
+        print(len(hoard))
+    elif action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,9 @@ def test_two_nodes_of_two_ranks_are_two_nodes_of_one_rank(
 def test_what_saves_memory_changes_nothing_in_a_group(
     strategy: str, compute: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:
-    """Frozen experts in bfloat16, activations made again, and two micro-batches a rank, all at once."""
-    saving = {"frozen": {"dtype": "bfloat16"}, "compute": compute, "data": {"micro_batch_sequences": 1}}
+    """Frozen experts in bfloat16, activations made again, two micro-batches a rank, documents apart, all at once."""
+    data = {"micro_batch_sequences": 1, "document_attention": "separate"}
+    saving = {"frozen": {"dtype": "bfloat16"}, "compute": compute, "data": data}
     check_equal(tiny(method="spes", **METHODS["spes"], **saving), strategy, corpus, tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from spes_core.config import (
     DataConfig,
     LogConfig,
     ModelConfig,
+    OptimConfig,
     RunConfig,
     SyncConfig,
     ValidationConfig,
@@ -27,11 +29,12 @@ from spes_core.config import (
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
 from tests.processes.test_launch import wait_until
-from workbench.execute import ExecutionSettings, StopRequest, keep_resumable, run_trial
+from workbench.execute import ExecutionSettings, keep_resumable, run_trial
 from workbench.execute import prepare as prepare_trial
 from workbench.launch.forkserver import ForkLauncher
 from workbench.processes import ProcessSpec
 from workbench.progress import Progress
+from workbench.stopping import StopRequest
 from workbench.terminal import progress_text
 from workbench.trials import Trial
 
@@ -243,6 +246,42 @@ def test_an_interrupted_trial_goes_on_from_its_checkpoint_and_says_so(
     ]
     assert sum(sent_bytes) / 2 / 1e9 == pytest.approx(metrics["comm/uplink_predicted_gb"], rel=1e-9)
     assert not (tmp_path / "checkpoints").exists(), "what only a crash needs goes when the trial is done"
+
+
+def test_trials_at_the_same_time_have_the_bits_of_trials_after_each_other(
+    launcher: ForkLauncher, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    runs = {name: config(method=name, nodes=2, seed=seed) for name, seed in (("spes", 0), ("dilico", 1))}
+    for name, run in runs.items():
+        assert run_trial(trial(run), tmp_path / "alone" / name, settings, launcher)["status"] == "done"
+    threads = [
+        threading.Thread(
+            target=run_trial, args=(trial(run), tmp_path / "together" / name, settings, launcher, None, StopRequest())
+        )
+        for name, run in runs.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for name in runs:
+        weights, losses = [], []
+        for way in ("alone", "together"):
+            weights.append((tmp_path / way / name / "weights" / "final.safetensors").read_bytes())
+            result = json.loads((tmp_path / way / name / "result.json").read_text())
+            losses.append([result["curves"]["validation"][-1]["loss_nats"], result["metrics"]["comm/uplink_gb"]])
+        assert weights[0] == weights[1]
+        assert losses[0] == losses[1]
+    assert launched(launcher) == []
+
+
+def test_a_run_whose_loss_explodes_has_diverged(
+    launcher: ForkLauncher, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    wild = config(steps=200, nodes=2, optim=OptimConfig(lr=1e20, clip_norm=None), log=LogConfig(interval_steps=1))
+    result = run_trial(trial(wild), tmp_path, settings, launcher)
+    assert (result["status"], result["metrics"].get("eval/loss")) == ("diverged", None)
+    assert "has diverged" in result["error"]["message"]
 
 
 def test_a_checkpoint_made_by_other_code_is_not_taken_up(settings: ExecutionSettings, tmp_path: Path) -> None:

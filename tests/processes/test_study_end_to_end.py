@@ -1,4 +1,4 @@
-"""A study through its real command: what the page prints is what the event files say, added up here with json alone."""
+"""A study through its real command, both trials at once: what the page prints is what the event files say."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ run:
 arms:
   centralized: {method: centralized, role: reference}
   spes: {method: spes}
+resources: {parallel_trials: 2, cpus: 4}
 report: {formats: [html, csv]}
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,12 @@ _KINDS = {
     "null": lambda value: value is None,
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
     "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == int(value),
+}
+_BOUNDS = {
+    "minimum": operator.ge,
+    "maximum": operator.le,
+    "exclusiveMinimum": operator.gt,
+    "exclusiveMaximum": operator.lt,
 }
 _NOTES = {"$schema", "$defs", "title", "description", "default"}
 
@@ -51,6 +58,9 @@ def _broken(keyword: str, rule: Any, value: Any, schema: Any, root: Any, path: s
         case "items":
             for index, item in enumerate(value if isinstance(value, list) else []):
                 yield from violations(item, rule, root, f"{path}[{index}]")
+        case "minimum" | "maximum" | "exclusiveMinimum" | "exclusiveMaximum":
+            if _KINDS["number"](value) and not _BOUNDS[keyword](value, rule):
+                yield f"{path}: ({value}) breaks {keyword} {rule}"
         case "minItems":
             if isinstance(value, list) and len(value) < rule:
                 yield f"{path}: has fewer than {rule} items"

@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import gpu, loader, tokenizing
 from benchmarks import round as round_benchmark
+from benchmarks import workbench as workbench_benchmark
 from benchmarks.naive_round import merge
+from spes_core.data.batches import TokenSource
 from spes_core.model.counting import parameter_counts
 from spes_core.names import expert_tensor
+from tests.processes.runs import write_corpus
 from tests.reference.merge_loop import merge_loop
+from workbench import study
+from workbench.durable import read_json
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -32,6 +37,34 @@ def test_the_gpu_benchmark_runs_at_toy_size_on_a_cpu(capsys: pytest.CaptureFixtu
 def test_bfloat16_errors_are_those_of_rounding_not_zero_and_not_large() -> None:
     errors = dict(gpu.check_numerics(torch.device("cpu")))
     assert len(errors) == 6 and all(1e-5 < error < 2e-2 for error in errors.values())
+
+
+def test_the_loader_benchmark_sets_reading_beside_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_in_process", lambda folder, steps: 1_000_000 + steps)
+    assert loader.main(["--models", "tiny", "--turns", "1", "--corpus-gb", "0.001"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[7:31].strip() for line in lines[1:5]] == list(loader.WAYS)
+
+
+def test_memory_of_reading_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """Every window of a corpus, several times the allowed growth, is read; none of its pages stays."""
+    folder = loader.write_corpus(tmp_path / "corpus", 0.1)
+    config = replace(loader.run_of("tiny", "domains by size"), nodes=1)
+    config = replace(config, data=replace(config.data, sequence_length=4096, global_batch_sequences=64))
+    source = TokenSource(folder, config.data, 0)
+    source.train_batch(1, 0, 1)
+    before = resident_file_bytes()
+    for step in range(1, 190):
+        source.train_batch(step, 0, 1)
+    assert resident_file_bytes() - before < 20e6
+
+
+def resident_file_bytes() -> int:
+    """File pages that are counted as this process's memory."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile")]
+    return 1024 * int(line.split()[1])
 
 
 def test_the_round_benchmark_compares_real_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,3 +108,27 @@ def test_the_naive_merge_is_the_merge() -> None:
     for matrix, merged in zip(shapes, expected, strict=True):
         found = torch.stack([model[name].flatten() for name in names[matrix]])
         torch.testing.assert_close(found, torch.tensor(merged, dtype=torch.float32), rtol=0, atol=1e-5)
+
+
+def test_a_finished_study_that_is_made_is_one_to_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    write_corpus(tmp_path / "corpus")
+    path = workbench_benchmark.write_study_file(tmp_path, "made", 1, "corpus")
+    path.write_text(path.read_text().replace("vocab_size: 512", "vocab_size: 300"))
+    made = workbench_benchmark.make_finished(tmp_path, path, 50)
+    assert study.main(["made.yaml", "--dry-run"]) == 0
+    assert "0 of 10 trials will run." in capsys.readouterr().out
+    results = [read_json(file) for file in made.study_dir.glob("trials/*/result.json")]
+    assert len(results) == 10 and all(result["status"] == "done" for result in results)
+    assert all(len(result["curves"]["train"]) == 50 for result in results)
+
+
+def test_the_benchmark_of_tokenizing_runs_small(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--turns", "1", "--speed-mb", "0.3", "--memory-mb", "0.3", "--vocab-size", "400"]
+    assert tokenizing.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert "of it (bar 0.8)" in output and "peak memory of 0.3 MB" in output

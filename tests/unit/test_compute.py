@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from spes_core.config import ComputeConfig, DataConfig, FrozenConfig, LossConfig, ModelConfig, OptimConfig, RunConfig
 from spes_core.errors import ConfigError
 from spes_core.model import counting, experts_staged
+from spes_core.model.attention import document_mask
 from spes_core.model.decoder import Decoder, DecoderLayer
 from spes_core.model.expert_plan import Plan
 from spes_core.model.experts import run_experts
@@ -239,10 +240,11 @@ def test_compiled_layers_have_no_graph_break_and_equal_eager_ones() -> None:
     trained = (1,)  # both banks
     torch._dynamo.reset()
     eager, compiled = make_decoder(trained=trained), make_decoder(trained=trained, compile=True)
-    explained = torch._dynamo.explain(compiled.layers[0]._compute)(
-        torch.randn(2, 16, 32), compiled._rotation_for(16, compiled.embedding), None
-    )
-    assert explained.graph_break_count == 0
+    for mask in (None, document_mask(torch.zeros(2, 16), 1, torch.float32)):
+        explained = torch._dynamo.explain(compiled.layers[0]._compute)(
+            torch.randn(2, 16, 32), compiled._rotation_for(16, compiled.embedding), None, mask
+        )
+        assert explained.graph_break_count == 0
     expected, found = gradients(eager, make_batch()), gradients(compiled, make_batch())
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():

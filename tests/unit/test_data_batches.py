@@ -23,7 +23,13 @@ NUM_TRAIN = 40
 CONFIG = DataConfig(tokenizer_vocab_size=VOCAB, sequence_length=LENGTH, global_batch_sequences=12)
 
 
-def write_shards(folder: Path, train: list[int], validation: list[int], dtype: str = "uint16") -> Path:
+def write_shards(
+    folder: Path,
+    train: list[int],
+    validation: list[int],
+    dtype: str = "uint16",
+    domains: dict[str, shards.DomainCounts] | None = None,
+) -> Path:
     """A folder of tokenized text made by hand; token id t stands for t % 5 bytes."""
     folder.mkdir()
     code = "H" if dtype == "uint16" else "I"
@@ -53,6 +59,7 @@ def write_shards(folder: Path, train: list[int], validation: list[int], dtype: s
         python_version="",
         tokenizers_version="",
         files={name: shards.FileRecord(bytes=len(content), sha256="") for name, content in contents.items()},
+        domains=domains or {},
     )
     shards.write_header(folder, header)
     return folder

@@ -12,6 +12,7 @@ from spes_core.config import DataConfig, RunConfig
 from spes_core.data import shards, tokenize
 from spes_core.data.batches import TokenSource
 from spes_core.data.sources import Skipped, find
+from spes_core.errors import DataError
 
 CONFIG = DataConfig(tokenizer_vocab_size=1024)
 
@@ -62,3 +63,21 @@ def test_a_default_batch_reads_as_python(folder: Path) -> None:
     inside = [row.tolist() for row in tokens if 0 not in row.tolist()]
     assert inside
     assert all(tokenizer.decode(row).strip("\ufffd") in library for row in inside)
+
+
+def test_parts_of_the_library_are_its_packages_and_modules_that_match() -> None:
+    whole = find("stdlib").files
+    assert find("stdlib:json, xml*").files == tuple(n for n in whole if n.split("/")[0] in ("json", "xml", "xmlrpc"))
+    assert find("stdlib:*.py").files == tuple(name for name in whole if "/" not in name)
+    part = find("stdlib:json")
+    assert (part.name, part.is_stdlib) == ("stdlib:json", True)
+    assert {document.name for document in part.documents(Skipped())} >= {"json/decoder.py", "json/__init__.py"}
+    assert len({find(name).identity() for name in ("stdlib", "stdlib:json", "stdlib:xml")}) == 3
+
+
+@pytest.mark.parametrize(("corpus", "pattern"), [("stdlib:", ""), ("stdlib:json,jsn", "jsn"), ("stdlib:test", "test")])
+def test_a_part_of_the_library_that_is_none_is_refused(corpus: str, pattern: str) -> None:
+    with pytest.raises(
+        DataError, match=rf'"{corpus}"\): no package or module .* matches "{pattern}"; give their names'
+    ):
+        find(corpus)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -20,8 +19,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from spes_core.config import DataConfig, RunConfig
-from spes_core.data import encode, shards, tokenize, vocabulary
+from spes_core.data import encode, shards, survey, tokenize, vocabulary
 from spes_core.data.batches import TokenSource
+from spes_core.data.preparation import Preparation
 from spes_core.data.sources import is_held_out
 from spes_core.errors import ConfigError, DataError
 from tests.small_corpora import config_for, contents, documents_in, ids_of, texts, write_rows
@@ -122,9 +122,9 @@ def test_the_same_corpus_gives_the_same_bytes_with_any_number_of_threads(corpus:
             "--vocab-size",
             "300",
         ]
-        environment = {**os.environ, "RAYON_NUM_THREADS": threads}
+        command += ["--workers", threads]
         command += ["--validation-fraction", "0.1", "--cache", str(tmp_path / threads)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         made.append(contents(Path(done.stdout.splitlines()[-1])))
     assert made[0] == made[1]
 
@@ -132,15 +132,21 @@ def test_the_same_corpus_gives_the_same_bytes_with_any_number_of_threads(corpus:
 def test_a_large_corpus_trains_the_tokenizer_on_a_bounded_sample(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "SAMPLE_BYTES", 5_000)
+    monkeypatch.setattr(survey, "SAMPLE_BYTES", 5_000)
     header = shards.read_header(tokenize.prepare(config_for(corpus), tmp_path))
     assert 5_000 <= header.tokenizer_bytes < 5_000 + max(len(text.encode()) for text in texts(200))
     assert header.tokenizer_documents < header.train.documents
-    again = encode._survey(tokenize.find(str(corpus)), 0.1).sample
+
+    def sample(path: Path) -> list[str]:
+        return survey.survey(Preparation.of(config_for(path)).find()).sample
+
+    again = sample(corpus)
     reversed_rows = write_rows(tmp_path / "rows.jsonl", texts(200))
     lines = reversed_rows.read_text().splitlines(keepends=True)
     reversed_rows.write_text("".join(reversed(lines)))
-    assert encode._survey(tokenize.find(str(reversed_rows)), 0.1).sample == again  # chosen by name, not by place
+    assert (
+        survey.survey(Preparation.of(config_for(reversed_rows)).find()).sample == again
+    )  # chosen by name, not by place
 
 
 def test_small_batches_give_the_same_bytes_as_large_ones(
@@ -174,8 +180,8 @@ def test_a_text_too_small_for_the_vocabulary_gives_a_smaller_one_and_says_so(
 def test_token_ids_take_two_bytes_up_to_65536_and_four_above(
     corpus: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [encode._dtype(size) for size in (257, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
-    monkeypatch.setattr(encode, "_dtype", lambda vocab_size: "uint32")
+    assert [vocabulary.dtype_of(size) for size in (257, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
+    monkeypatch.setattr(vocabulary, "dtype_of", lambda vocab_size: "uint32")
     wide = tokenize.prepare(config_for(corpus), tmp_path)
     assert shards.verify(wide).unigram_entropy_nats == shards.read_header(folder).unigram_entropy_nats
     for name in ("train.bin", "validation.bin"):

@@ -18,12 +18,15 @@ import pytest
 
 from spes_core.config import DataConfig, ModelConfig, RunConfig, SyncConfig, to_dict
 from spes_core.runfile import RunFile
-from workbench.execute import ExecutionSettings, StopRequest, TrialBusy, run_trial
+from workbench import watch
+from workbench.execute import ExecutionSettings, TrialBusy, run_trial
 from workbench.launch.forkserver import ForkLauncher
 from workbench.launch.launcher import Launcher, LaunchError, Running
 from workbench.processes import ProcessSpec
 from workbench.progress import Progress
 from workbench.results import build_result
+from workbench.settings import Divergence
+from workbench.stopping import DivergenceRule, StopRequest
 from workbench.trials import Trial
 
 pytestmark = [
@@ -61,8 +64,8 @@ class StandIns:
 
     def start(self, spec: ProcessSpec, log: Path) -> Running:
         action = self.actions[spec.name]
-        if action == ("train",):
-            action = ("train", spec.name, spec.argv[3])
+        if action[0] in ("train", "explode"):
+            action = (action[0], spec.name, spec.argv[3], *action[1:])
         argv = (sys.executable, STUB, *action)
         process = self.launcher.start(ProcessSpec(name=spec.name, argv=argv, env=spec.env), log)
         self.started.append(process)
@@ -325,3 +328,55 @@ def test_gradients_are_one_torchrun_group_with_the_error_of_its_rank(
     result = run_trial(trial, trial_dir, settings, stand_ins)
     assert (result["error"]["process"], result["error"]["message"]) == ("torchrun", "the corpus is empty")
     assert len(stand_ins.started) == 1 and os.getpgid(0) != stand_ins.started[0].pid
+
+
+@pytest.mark.parametrize("lingers_s", ["300", "0"])
+def test_a_rule_ends_a_trial_and_decides_the_same_when_the_trial_was_quicker(
+    launcher: Launcher, trial_dir: Path, settings: ExecutionSettings, lingers_s: str
+) -> None:
+    rule = DivergenceRule(Divergence(factor=2.0, points=2))
+    actions = {"server": ("exit", "0"), "node-0": ("train",), "node-1": ("explode", lingers_s)}
+    result = run(launcher, actions, trial_dir, settings, rules=[rule])
+    assert (result["status"], result["error"]["process"]) == ("diverged", "node-1")
+    assert (
+        "9 at step 3, 2 points in a row above divergence.factor (2) times its lowest (1)" in result["error"]["message"]
+    )
+    assert result["error"]["log_tail"] == ["about to explode"]
+
+
+def test_a_trial_above_its_memory_limit_is_stopped_as_out_of_memory(
+    launcher: Launcher, trial_dir: Path, settings: ExecutionSettings
+) -> None:
+    settings = ExecutionSettings(data_dir=settings.data_dir, memory_limit_bytes=300_000_000)
+    actions = {"server": ("sleep",), "node-0": ("sleep",), "node-1": ("hoard", "400000000")}
+    result = run(launcher, actions, trial_dir, settings)
+    assert result["status"] == "oom"
+    assert "GB together, above resources.trial_memory_gb (0.3); raise it" in result["error"]["message"]
+
+
+def test_a_process_killed_while_the_kernel_counts_a_kill_for_memory_is_out_of_memory(
+    launcher: Launcher, trial_dir: Path, settings: ExecutionSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = iter((4, 5))
+    actions = {"server": ("sleep",), "node-0": ("kill",), "node-1": ("sleep",)}
+    assert run(launcher, actions, trial_dir, settings)["status"] == "failed"
+    monkeypatch.setattr(watch, "oom_kills", lambda: next(counts))
+    result = run(launcher, actions, trial_dir, settings)
+    assert (result["status"], result["error"]["process"]) == ("oom", "node-0")
+
+
+def test_processes_see_the_gpus_that_were_given_to_their_trial(
+    launcher: Launcher, trial_dir: Path, settings: ExecutionSettings
+) -> None:
+    seen: list[str | None] = []
+
+    class Noting(StandIns):
+        def start(self, spec: ProcessSpec, log: Path) -> Running:
+            seen.append(spec.env.get("CUDA_VISIBLE_DEVICES"))
+            return super().start(spec, log)
+
+    for gpus in (None, (), ("2", "GPU-ab")):
+        (trial_dir / "result.json").unlink(missing_ok=True)
+        settings = ExecutionSettings(data_dir=settings.data_dir, gpus=gpus)
+        run_trial(TRIAL, trial_dir, settings, Noting(launcher, TRAINS))
+    assert seen == [None] * 3 + [""] * 3 + ["2,GPU-ab"] * 3

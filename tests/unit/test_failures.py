@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.failures import describe, first_failed
+from workbench.failures import classify, describe, first_failed
 from workbench.launch.launcher import Running
 
 
@@ -60,3 +60,40 @@ def test_only_the_last_twenty_lines_are_kept_and_a_large_log_is_not_read_whole(t
     path.write_bytes(b"\xff" * (1 << 20) + b"\n" + "".join(f"zeile {n} ü\n" for n in range(50)).encode())
     tail = describe(ended("node-1", 1, 1), path).log_tail
     assert tail == [f"zeile {number} ü" for number in range(30, 50)]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "log", "killed_for_memory", "status"),
+    [
+        (1, "Traceback (most recent call last):\n  x\nMemoryError\n", False, "oom"),
+        (1, "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 9 GiB\nMemoryError\n", False, "oom"),
+        (1, "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n=====\n", False, "oom"),
+        (
+            1,
+            "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: not enough memory\n",
+            False,
+            "oom",
+        ),
+        (1, "error: results cannot be written: Cannot allocate memory\n", False, "oom"),
+        (-6, "terminate called after throwing an instance of 'std::bad_alloc'\n", False, "oom"),
+        (-9, "step 3\n", True, "oom"),
+        (1, "exitcode: -9\n  traceback : Signal 9 (SIGKILL) received by PID 7\n", True, "oom"),
+        (-9, "step 3\n", False, "failed"),
+        (-15, "step 3\n", True, "failed"),
+        (1, "error: the corpus is empty\n", True, "failed"),
+        (1, "error: the training loss is nan by step 7: the run has diverged; lower optim.lr\n", False, "diverged"),
+        (1, "error: l holds NaN before the upload: node 1 has diverged and ends here; lower\n", False, "diverged"),
+        (1, "a document says that the run has diverged\n", False, "failed"),
+    ],
+)
+def test_failures_are_told_apart_by_what_was_said_and_what_the_kernel_killed(
+    tmp_path: Path, returncode: int, log: str, killed_for_memory: bool, status: str
+) -> None:
+    path = tmp_path / "log"
+    path.write_text(log)
+    assert classify(ended("node-1", returncode, 1), path, killed_for_memory=killed_for_memory) == status
+
+
+def test_a_process_that_the_kernel_killed_for_memory_is_said_to_be(tmp_path: Path) -> None:
+    failure = describe(ended("node-1", -9, 1), tmp_path / "log", killed_for_memory=True)
+    assert failure.message == "node-1 was killed (SIGKILL) by the system, which had run out of memory"

@@ -102,7 +102,10 @@ def test_bfloat16_export_rounds_once_and_comes_back_as_it_was_exported(tmp_path:
 def test_the_command_line_goes_there_and_back(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trial, config = (
         tmp_path / "trial",
-        RunConfig(model=TINY, data=DataConfig(sequence_length=77, tokenizer_vocab_size=300)),
+        RunConfig(
+            model=TINY,
+            data=DataConfig(sequence_length=77, tokenizer_vocab_size=300, document_attention="separate"),
+        ),
     )
     (trial / "weights").mkdir(parents=True)
     RunFile(trial="t", config=config, data_dir=str(corpus)).save(trial / "run.json")
@@ -117,7 +120,9 @@ def test_the_command_line_goes_there_and_back(tmp_path: Path, corpus: Path, caps
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert generation.eos_token_id == vocabulary.END_OF_TEXT_ID
     assert (tmp_path / "back.yaml").exists()
-    assert capsys.readouterr().out.splitlines()[0] == f"model: {tmp_path / 'out'}"
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"model: {tmp_path / 'out'}"
+    assert second.startswith("note: ") and "one document a sequence, which begins with the end of text" in second
 
 
 @pytest.mark.parametrize("kind", QK_NORM)

@@ -17,18 +17,25 @@ from torch import Tensor
 
 from spes_core.checkpoint import load_weights
 from spes_core.config import RunConfig
+from spes_core.data.batches import TokenSource
+from spes_core.data.tokenize import prepare
 from spes_core.errors import ConfigError, DataError
 from spes_core.hf import upcycle as command
 from spes_core.hf.export import export
 from spes_core.hf.importing import CanonicalModel, save_start
 from spes_core.hf.upcycle import Upcycling, upcycle
+from spes_core.rules import check
 from spes_core.structure import build
+from tests import tokenizers_made
 from tests.hf_models import assert_close, hf_logits, our_logits, some_tokens
+from tests.small_corpora import texts, write_rows
 
 PLAIN = Upcycling(experts=4, top_k=2)
 
 
-def dense_model(kind: str, *, tied: bool = False, head_dim: int = 8, heads: tuple[int, int] = (4, 2)) -> Any:
+def dense_model(
+    kind: str, *, tied: bool = False, head_dim: int = 8, heads: tuple[int, int] = (4, 2), vocab_size: int = 71
+) -> Any:
     """A small random dense model whose norms are not ones."""
     classes = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -36,7 +43,7 @@ def dense_model(kind: str, *, tied: bool = False, head_dim: int = 8, heads: tupl
     }
     config_class, model_class = classes[kind]
     config = config_class(
-        vocab_size=71,
+        vocab_size=vocab_size,
         hidden_size=24,
         intermediate_size=40,
         num_hidden_layers=2,
@@ -221,3 +228,22 @@ def test_a_real_model_from_gguf_keeps_its_logits() -> None:
     dense = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokens_BT = tokenizer("The sum of seven and nine is", return_tensors="pt").input_ids
     assert_close(our_logits(made.model, tensors(made), tokens_BT), hf_logits(dense, tokens_BT))
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_an_upcycled_model_trains_on_text_read_by_its_own_tokenizer(kind: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dense", vocab_size=350)
+    end = {"byte_level": "<|end|>", "sentencepiece": "</s>"}[kind]
+    tokenizers_made.save(getattr(tokenizers_made, kind)(texts(50)), folder, eos_token=end)
+    out = tmp_path / "start.safetensors"
+    assert command.main([str(folder), str(out), "--experts", "4", "--top-k", "2"]) == 0
+    section = yaml.safe_load(out.with_suffix(".yaml").read_text())
+    corpus = write_rows(tmp_path / "rows.jsonl", texts(60))
+    section["data"] |= {"corpus": str(corpus), "validation_fraction": 0.2, "sequence_length": 32}
+    config = build(RunConfig, section)
+    assert check(config) == []
+    source = TokenSource(prepare(config.data, tmp_path / "cache"), config.data, config.seed)
+    tokens_BT, _ = source.train_batch(1, 0, 4)
+    dense = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    made = load_weights(out)
+    assert_close(our_logits(config.model, made, tokens_BT), hf_logits(dense, tokens_BT))

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from spes_core.config import RunConfig, to_dict
+from spes_core.config import RunConfig, check, to_dict
+from spes_core.errors import ConfigError, Problem
+from spes_core.rules import named_paths
+from spes_core.structure import build
 from tests.reference.json_schema import violations
 from workbench.schema import field_docs, study_schema
 from workbench.study import main
-from workbench.trees import leaves
+from workbench.trees import leaves, nest
 from workbench.yamlsource import read_yaml
 
 SCHEMA = study_schema()
@@ -63,6 +66,17 @@ def test_the_smallest_study_is_valid() -> None:
         ("resources/timeout", 90),
         ("report/x", "merge.alpha"),
         ("defaults", ["model/tiny", {"data": "default"}, "_self_"]),
+        ("sweep/zip/merge.alpha", ["1e-1", 0.2]),
+        ("sweep/exclude", [{"sync.interval_steps": 5, "merge": {"alpha": 0.1}}]),
+        ("search/space/sync.interval_steps", {"low": 5, "high": 100, "log": True}),
+        ("search/space/merge", {"alpha": [0.1, 0.2], "num_neighbours": {"low": 1, "high": 4, "step": 1}}),
+        ("search/space/optim.clip_norm", {"low": "1e-1", "high": 1}),
+        ("search/objective", "eval/loss"),
+        ("search/objective", [{"metric": "eval/loss"}, {"metric": "perf/tokens_per_s", "goal": "maximize"}]),
+        ("search/constraints", [{"metric": "eval/loss", "tolerance": 0.02}, {"metric": "eval/loss", "at_most": 3}]),
+        ("search/constraints", [{"metric": "eval/loss", "at_least": "1e-1", "at_most": None}]),
+        ("search/confirm", {"top": 2, "seeds": [7, 8]}),
+        ("search/pruner", None),
     ],
 )
 def test_what_the_reader_takes_is_valid(path: str, value: Any) -> None:
@@ -99,10 +113,75 @@ def test_what_the_reader_takes_is_valid(path: str, value: Any) -> None:
         ("equal", ["modle"]),
         ("defaults", ["model/tinny"]),
         ("defaults", ["method/spes"]),
+        ("sweep/grid/sync.interval_steps", [5.5]),
+        ("sweep/grid/sync.interval_steps", [0]),
+        ("sweep/grid/wire.dtype", ["float64"]),
+        ("sweep/zip/merge", {"alfa": [0.1]}),
+        ("sweep/exclude", [{"sync.interval": 5}]),
+        ("sweep/exclude", {"sync.interval_steps": 5}),
+        ("resources/timeout", "soon"),
+        ("search/n_trials", 0),
+        ("search/arm", 3),
+        ("search/sampler", "grid"),
+        ("search/space", {}),
+        ("search/space/sync.interval", [5]),
+        ("search/space/method", ["spes"]),
+        ("search/space/data.corpus", ["stdlib"]),
+        ("search/space/data", {"tokenizer_vocab_size": [300]}),
+        ("search/space/sync.interval_steps", []),
+        ("search/space/sync.interval_steps", [5, 5]),
+        ("search/space/sync.interval_steps", 5),
+        ("search/space/sync.interval_steps", {"low": 5}),
+        ("search/space/sync.interval_steps", {"low": 5, "high": 10, "lgo": True}),
+        ("search/space/wire.dtype", {"low": 1, "high": 2}),
+        ("search/space/merge", [{"alpha": 0.1}]),
+        ("search/objective", "eval/los"),
+        ("search/objective", {"metric": "eval/loss", "gaol": "minimize"}),
+        ("search/objective", {"goal": "minimize"}),
+        ("search/objective", []),
+        ("search/constraints", [{"metric": "eval/loss"}]),
+        ("search/constraints", [{"metric": "eval/loss", "tolerance": 0.1, "at_most": 3}]),
+        ("search/constraints", [{"metric": "eval/loss", "tolerance": -0.1}]),
+        ("search/constraints", [{"metric": "eval/los", "at_most": 3}]),
+        ("search/constraints", {"metric": "eval/loss", "at_most": 3}),
+        ("search/pruner", "mean"),
+        ("search/confirm", {"top": 0}),
+        ("search/confirm", {"seeds": [7, 7]}),
+        ("search/confirm", {"seds": [7]}),
     ],
 )
 def test_what_the_reader_refuses_is_not_valid(path: str, value: Any) -> None:
     assert mistakes(changed(path, value))
+
+
+def test_the_range_of_each_setting_is_the_one_that_the_reader_applies() -> None:
+    """Every setting, at values around the ends of the ranges that there are: in an arm, dotted, and on an axis."""
+    refused = 0
+    for path, default in leaves(to_dict(RunConfig())):
+        if isinstance(default, bool) or not isinstance(default, int | float) or path == "seed":
+            continue
+        for value in (-1, 0, 1) if isinstance(default, int) else (-0.5, 0.0, 0.5, 1.0, 2.5):
+            try:
+                broken = check(build(RunConfig, nest(path, value)))
+            except ConfigError:
+                continue
+            in_range = not any(problem.path == path for problem in _own(broken))
+            found = [mistakes(changed(place, given)) for place, given in _places(path, value)]
+            assert len({bool(lines) for lines in found}) == 1, (path, value, found)
+            if found[0]:
+                assert not in_range, (path, value, found)
+                refused += 1
+    assert refused > 60
+
+
+def _own(problems: list[Problem]) -> list[Problem]:
+    """The problems of one setting alone."""
+    known = {path for path, _ in leaves(to_dict(RunConfig()))}
+    return [problem for problem in problems if len(known.intersection(named_paths(problem))) == 1]
+
+
+def _places(path: str, value: float) -> list[tuple[str, Any]]:
+    return [(f"arms/spes/{path}", value), (f"run/{path.replace('.', '/')}", value), (f"sweep/grid/{path}", [value])]
 
 
 def test_a_missing_key_is_named() -> None:

@@ -7,7 +7,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from tests.unit.test_report import Page
 from tests.unit.test_study_cli import Engine, NoLauncher, cache, corpus
 from workbench import campaign
-from workbench.execute import StopRequest
 from workbench.points import Scored, front, winners
 from workbench.progress import Progress
 from workbench.search import Proposals
 from workbench.searchspace import Objective
 from workbench.spec import read_study
+from workbench.stopping import Rule, StopRequest
 from workbench.study import main
 from workbench.trials import Trial, expand
 
@@ -71,6 +71,7 @@ class SearchEngine(Engine):
         launcher: Any,
         on_progress: Callable[[Progress], None],
         stop_request: StopRequest,
+        rules: Sequence[Rule],
     ) -> dict[str, Any]:
         self.ran.append(trial.name.rpartition("-")[0])
         if self.die_after is not None and len(self.ran) > self.die_after:

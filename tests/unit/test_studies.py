@@ -18,7 +18,7 @@ FILES = sorted(STUDIES.glob("*.yaml"))
 
 def test_studies_ship() -> None:
     first = {"quickstart", "sync_interval", "baselines", "merge_warmup", "node_scaling"}
-    others = {"wire_codecs", "faulty_node", "h_sweet_spot", "links"}
+    others = {"wire_codecs", "faulty_node", "h_sweet_spot", "links", "heterogeneous_data"}
     assert first | others <= {path.stem for path in FILES}
 
 

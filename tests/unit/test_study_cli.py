@@ -7,19 +7,19 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from workbench import campaign
-from workbench.execute import StopRequest
 from workbench.mirrored import DATABASE, digest, note
 from workbench.progress import Progress
+from workbench.stopping import Rule, StopRequest
 from workbench.store import StudyFolder
 from workbench.study import main
-from workbench.terminal import PlainLines, duration, progress_text
+from workbench.terminal import LiveLines, PlainLines, duration, progress_text
 from workbench.trials import Trial
 
 STUDY = """\
@@ -81,6 +81,7 @@ class Engine:
         launcher: Any,
         on_progress: Callable[[Progress], None],
         stop_request: StopRequest,
+        rules: Sequence[Rule],
     ) -> dict[str, Any]:
         self.ran.append(trial.name.rpartition("-")[0])
         status = self.statuses.get(self.ran[-1], "done")
@@ -448,8 +449,26 @@ def test_progress_is_one_line_with_everything_asked_for(capsys: pytest.CaptureFi
     with PlainLines(9) as lines:
         lines.start(2, "t")
         lines.update(progress)
-        lines.finish("done")
+        lines.finish("t", "done")
     assert capsys.readouterr().out == "[2/9] t  starting\n[2/9] t  done\n"
+
+
+@pytest.mark.parametrize("kind", [PlainLines, LiveLines])
+def test_each_of_several_running_trials_has_its_own_line(
+    kind: type[PlainLines | LiveLines], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("workbench.terminal.PLAIN_INTERVAL_S", 0.0)
+    known = {"total_steps": 10, "loss_nats": 2.5, "tokens_per_s": 7.0, "round": 1, "elapsed_s": 1.0}
+    with kind(3) as lines:
+        lines.start(1, "first")
+        lines.start(2, "second")
+        lines.update(Progress(trial="second", step=5, **known))
+        lines.update(Progress(trial="first", step=4, **known))
+        lines.finish("second", "done [2]")
+    shown = capsys.readouterr().out.splitlines()
+    assert "[2/3] second  done [2]" in shown
+    assert any("first" in line and "step 4/10" in line for line in shown)
 
 
 def test_progress_before_the_first_step_has_no_numbers() -> None:

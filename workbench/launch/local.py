@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +22,11 @@ def open_launcher() -> ForkLauncher | SubprocessLauncher:
 
 
 class SubprocessLauncher:
-    """Starts every process from scratch, for platforms where a fork server is not safe."""
+    """Starts every process from scratch, for platforms where a fork server is not safe; may be shared by threads."""
 
     def __init__(self) -> None:
         self._started: dict[Running, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()
 
     def wait_ready(self) -> None:
         """There is nothing to wait for."""
@@ -48,7 +50,8 @@ class SubprocessLauncher:
             raise LaunchError(f"{spec.name} cannot be started: {error}") from error
         process = Running(spec.name, popen.pid)
         process.pid = popen.pid
-        self._started[process] = popen
+        with self._lock:
+            self._started[process] = popen
         return process
 
     def signal(self, process: Running, number: int) -> None:
@@ -73,10 +76,11 @@ class SubprocessLauncher:
         stop(self, list(self._started))
 
     def _poll(self) -> None:
-        for process, popen in list(self._started.items()):
-            if process.returncode is None and (returncode := popen.poll()) is not None:
-                process.ended_order = 1 + max(known.ended_order for known in self._started)
-                process.returncode = returncode
+        with self._lock:
+            for process, popen in self._started.items():
+                if process.returncode is None and (returncode := popen.poll()) is not None:
+                    process.ended_order = 1 + max(known.ended_order for known in self._started)
+                    process.returncode = returncode
 
     def __enter__(self) -> Self:
         return self

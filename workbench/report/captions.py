@@ -65,7 +65,12 @@ def tolerance_line(evidence: Evidence) -> str:
 
 
 def unigram_entropy(evidence: Evidence) -> float | None:
-    """The corpus's unigram entropy in nats; None when no trial recorded it or trials differ in it."""
+    """The corpus's unigram entropy in nats; None when no trial recorded it or trials differ in it.
+
+    None also for several domains: it is theirs by size, the validation loss that of as many sequences of each.
+    """
+    if any(trial.part("data").get("domains") for trial in evidence.done):
+        return None
     values = {trial.part("data").get("unigram_entropy_nats") for trial in evidence.done} - {None}
     return float(values.pop()) if len(values) == 1 else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from workbench.report.captions import GRADIENTS_INSIDE, unigram_entropy
@@ -120,6 +121,13 @@ def result(analysis: Analysis) -> str:
     return f"{lead}{others}."
 
 
+def _corpus(data: Mapping[str, Any]) -> str:
+    """What the run read, in words."""
+    if domains := data.get("domains"):
+        return f"a mixture of {join([f'*{name}*' for name in domains])}"
+    return f"*{axis_value(data.get('corpus', 'unknown'))}*"
+
+
 def setup(evidence: Evidence) -> str:
     """What was trained on what, from the first finished trial's configuration."""
     trial = next(iter(evidence.done), next((t for t in evidence.trials if t.config), None))
@@ -129,7 +137,7 @@ def setup(evidence: Evidence) -> str:
     model, data, nodes = config.get("model") or {}, config.get("data") or {}, config.get("nodes")
     parts = [
         f"Every trial trains a Mixture-of-Experts decoder of {_shape(model)}",
-        f"on {integer(config.get('budget_tokens'))} tokens of *{axis_value(data.get('corpus', 'unknown'))}*"
+        f"on {integer(config.get('budget_tokens'))} tokens of {_corpus(data)}"
         f" ({integer(data.get('global_batch_sequences'))} sequences of {data.get('sequence_length')} tokens per step)",
         f"over {count(int(nodes), 'node')}" if nodes else "",
     ]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from workbench.metrics import domain_of
 from workbench.statistics import Interval
 
 DASH = "–"
@@ -58,11 +59,14 @@ def axis_label(path: str) -> str:
 
 def metric_name(metric: str) -> str:
     """Name of a metric in running text."""
+    if (domain := domain_of(metric)) is not None:
+        return f"{metric_name(metric.removesuffix(f'/{domain}'))} on {domain}"
     return _METRICS[metric][0] if metric in _METRICS else metric
 
 
 def metric_unit(metric: str) -> str:
     """Unit of a metric; empty when it has none or it is not known."""
+    metric = metric.removesuffix(f"/{domain_of(metric)}")
     return _METRICS[metric][1] if metric in _METRICS else ""
 
 
@@ -80,6 +84,8 @@ def axis_value(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, str) and value.startswith("/"):
         return PurePath(value).name
+    if isinstance(value, list | tuple) and value and all(isinstance(item, Mapping) for item in value):
+        return "; ".join(", ".join(f"{name} {axis_value(part)}" for name, part in item.items()) for item in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

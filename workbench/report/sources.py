@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.metrics import domain_of
 from workbench.report import origins
 from workbench.report.document import Column, Table
 from workbench.report.evidence import Evidence
@@ -111,6 +112,8 @@ def sources_table(evidence: Evidence) -> Table:
         ("expert load", "expert_load, moe/load_imbalance", "load: expert_tokens"),
         ("merges", "merge/count", "round: merged"),
     ]
+    if any(domain_of(metric) for trial in evidence.done for metric in trial.metrics):
+        rows.insert(1, ("validation by domain", "eval/loss/…, eval/bits_per_byte/…", "validation: domains"))
     return Table(
         id="sources",
         title="Where each number comes from",
