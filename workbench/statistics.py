@@ -20,6 +20,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 EXACT_SIGN_FLIPS = 16
 """Largest sample whose 2ⁿ sign flips are all enumerated."""
+EXACT_BOOTSTRAP = 6
+"""Largest sample whose nⁿ resamples are all enumerated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,36 @@ def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
         return Interval(mean=centre, low=None, high=None, n=n, level=level)
     half = t_quantile((1 + level) / 2, n - 1) * spread / math.sqrt(n)
     return Interval(mean=centre, low=centre - half, high=centre + half, n=n, level=level)
+
+
+def bootstrap_interval(values: Sequence[float], level: float = 0.95, resamples: int = 10_000) -> Interval:
+    """Percentile bootstrap interval of the mean: quantiles of the means of samples drawn from ``values``.
+
+    All nⁿ resamples are enumerated up to n = 6; above that a seeded sample of them is drawn. It covers less than
+    ``level`` where n is small (about 0.75 at n = 3), so it stands beside Student's interval and never for it.
+    """
+    centre, n = mean(values), len(values)
+    if n < 2:
+        return Interval(mean=centre, low=None, high=None, n=n, level=level)
+    means = np.asarray(values, dtype=float)[_resamples(n, resamples)].mean(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], method="inverted_cdf")
+    return Interval(mean=centre, low=float(low), high=float(high), n=n, level=level)
+
+
+def _resamples(n: int, drawn: int) -> np.ndarray:
+    """Indices of resamples of n values, one row each."""
+    if n <= EXACT_BOOTSTRAP:
+        return np.array(list(product(range(n), repeat=n)))
+    return np.random.default_rng(0).integers(n, size=(drawn, n))
+
+
+def noise_floor(values: Sequence[float], level: float = 0.95) -> float | None:
+    """How far the mean of n other seeds of the same arm may lie from this one by chance; None for n < 2.
+
+    t((1 + level)/2, n − 1) · s·√(2/n), Student's prediction for the mean of a second, unpaired sample of n values.
+    """
+    spread, n = standard_deviation(values), len(values)
+    return None if spread is None else t_quantile((1 + level) / 2, n - 1) * spread * math.sqrt(2 / n)
 
 
 def paired_differences(
@@ -159,6 +191,60 @@ def sweet_spot(differences: Sequence[tuple[float, Interval]], tolerance: float) 
         at_edge=last == len(ordered) - 1,
         exceptions=tuple(ordered[index][0] for index in range(last) if not qualifies[index]),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpotInterval:
+    """Where the sweet spot lands when the seeds are drawn anew; None as a bound: not identified."""
+
+    low: float | None
+    high: float | None
+    same: float
+    """Share of resamples that give the same sweet spot as all seeds together."""
+    none: float
+    """Share of resamples in which none is identified."""
+    n: int
+
+
+def sweet_spot_interval(
+    differences: Mapping[float, Mapping[Key, float]], tolerance: float, level: float = 0.95, resamples: int = 4_000
+) -> SpotInterval | None:
+    """Percentile bootstrap of `sweet_spot` over seeds, which are drawn jointly for every x; None for one seed.
+
+    ``differences``: the relative loss increase by x and seed. In every resample the rule is applied anew: the largest
+    x whose upper bound of Student's interval stays within ``tolerance``. "Not identified" counts as below every x.
+    """
+    places = sorted(differences)
+    seeds = list(dict.fromkeys(seed for by_seed in differences.values() for seed in by_seed))
+    if len(seeds) < 2:
+        return None
+    table = np.array([[differences[x].get(seed, math.nan) for x in places] for seed in seeds])
+    table[:, (~np.isnan(table)).sum(axis=0) < 2] = math.nan  # one seed drawn thrice is no evidence of three
+    observed = int(_largest_within(table[None], tolerance)[0])
+    found = np.sort(_largest_within(table[_resamples(len(seeds), resamples)], tolerance))
+    low, high = (
+        found[min(len(found) - 1, math.ceil(share * len(found)) - 1)] for share in ((1 - level) / 2, (1 + level) / 2)
+    )
+    return SpotInterval(
+        low=None if low < 0 else places[low],
+        high=None if high < 0 else places[high],
+        same=float(np.mean(found == observed)),
+        none=float(np.mean(found < 0)),
+        n=len(seeds),
+    )
+
+
+def _largest_within(samples: np.ndarray, tolerance: float) -> np.ndarray:
+    """Index of the largest x that qualifies in each sample (samples, seeds, x); −1 where none does."""
+    known = ~np.isnan(samples)
+    n = known.sum(axis=1)
+    total = np.where(known, samples, 0.0).sum(axis=1)
+    centre = total / np.maximum(n, 1)
+    squares = np.where(known, (samples - centre[:, None, :]) ** 2, 0.0).sum(axis=1)
+    factor = np.array([math.nan, math.nan, *(t_quantile(0.975, m - 1) for m in range(2, samples.shape[1] + 1))])
+    upper = centre + factor[n] * np.sqrt(squares / np.maximum(n - 1, 1) / np.maximum(n, 1))
+    within = upper <= tolerance  # NaN, where fewer than two seeds are known, is never within
+    return np.where(within.any(axis=1), samples.shape[2] - 1 - within[:, ::-1].argmax(axis=1), -1)
 
 
 @cache

@@ -161,7 +161,10 @@ def test_every_trial_is_listed_with_its_numbers_and_a_link_to_its_folder(page: P
     shown = sorted(zip(page.column("trials", "trial"), page.column("trials", "validation loss"), strict=True))
     expected = sorted((r["trial"]["id"][:8], f"{r['metrics']['eval/loss']:.3f}") for r in results)
     assert shown == expected
-    folders = [link for link in page.links if "/trials/" in link]
+    events = [link for link in page.links if link.endswith("/events/")]
+    assert len(events) == 21
+    assert all((paths.html.parent / link / "node-0.jsonl").is_file() for link in events)
+    folders = [link for link in page.links if "/trials/" in link and link not in events]
     assert len(folders) == 21
     assert all((paths.html.parent / link / "result.json").is_file() for link in folders)
 
@@ -190,7 +193,7 @@ def test_verdict_states_loss_bytes_memory_and_sample(page: Page) -> None:
 def test_figure_data_lies_beside_every_figure_and_is_raw(page: Page, paths: ReportPaths) -> None:
     figures = [name.removeprefix("figure-") for name in page.ids if name.startswith("figure-")]
     assert [path.name for path in paths.csv] == [f"figure_{name}.csv" for name in figures]
-    assert set(figures) == {"loss", "uplink", "pareto", "curves", "memory", "throughput", "load"}
+    assert set(figures) == {"loss", "forest", "uplink", "pareto", "curves", "memory", "throughput", "load"}
     with (paths.html.parent / "figure_loss.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = {(row["arm"], row["x"], row["seed"]): float(row["validation_loss"]) for row in rows}
@@ -213,7 +216,7 @@ def test_page_asks_for_nothing_outside_itself(page: Page, paths: ReportPaths) ->
 
 def test_ids_are_unique_and_every_figure_says_its_data_in_words(page: Page) -> None:
     assert len(page.ids) == len(set(page.ids))
-    assert len(page.labels) == 14
+    assert len(page.labels) == 16
     assert f"{losses('spes', 50).mean():.3f} at H = 50" in plain(" ".join(page.labels))
 
 
@@ -353,7 +356,7 @@ def test_report_names_no_folder_of_the_machine_and_links_only_what_is_there(tmp_
     page = only_html(study)
     assert "novels" in page.text
     assert "/home" not in page.text
-    links = [link for link in page.links if "/trials/" in link]
+    links = [link for link in page.links if "/trials/" in link and not link.endswith("/events/")]
     assert len(links) == 2
     assert len(page.column("trials", "trial")) == 3
 
@@ -475,19 +478,6 @@ def test_folder_that_is_no_study_exits_2_and_writes_nothing(tmp_path: Path, caps
     (tmp_path / "study.json").write_text("[1]")
     with pytest.raises(ConfigError, match="one JSON object"):
         render(tmp_path, tmp_path / "out")
-
-
-def test_without_pango_the_page_is_written_and_one_line_says_what_to_install(
-    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "weasyprint", None)
-    content = json.loads((study / "study.json").read_text())
-    (tmp_path / "study.json").write_text(json.dumps(content | {"trials": []}))
-    paths = render(tmp_path, tmp_path / "out")
-    assert paths.pdf is None
-    assert paths.html.is_file()
-    assert len(paths.remarks) == 1
-    assert "libpango-1.0-0" in paths.remarks[0]
 
 
 def test_nothing_heavy_is_imported_before_a_report_is_rendered() -> None:

@@ -47,9 +47,9 @@ def test_words_stand_in_the_order_of_the_study(study: Path) -> None:
 
 
 def test_a_study_about_bytes_opens_with_loss_against_bytes(study: Path) -> None:
-    assert [figure.id for figure in compose(read(study), study).figures][:3] == ["pareto", "loss", "uplink"]
+    assert [figure.id for figure in compose(read(study), study).figures][:3] == ["pareto", "loss", "forest"]
     other = codec_study(study.parent / "other", hero="loss")
-    assert [figure.id for figure in compose(read(other), other).figures][:3] == ["loss", "uplink", "pareto"]
+    assert [figure.id for figure in compose(read(other), other).figures][:4] == ["loss", "forest", "uplink", "pareto"]
 
 
 def test_its_verdict_names_what_sends_least_within_the_tolerance(study: Path) -> None:

@@ -9,8 +9,8 @@ from workbench.report import captions, ink
 from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Evidence
 from workbench.report.figures import axis_of, frame_x
-from workbench.report.findings import Analysis, cell_mean
-from workbench.report.printing import axis_symbol
+from workbench.report.findings import Analysis, cell_mean, ratio
+from workbench.report.printing import axis_symbol, axis_value, percent, sample_size
 
 _TIME, _PREDICTED = "perf/round_time_s", "perf/round_time_predicted_s"
 
@@ -41,6 +41,40 @@ def bandwidth_figure(analysis: Analysis) -> Figure | None:
         data=pd.DataFrame(rows),
         draw=draw,
     )
+
+
+FREE = 0.05
+"""Share of the speed of computing alone that exchange may cost and still be called free."""
+
+
+def finding(analysis: Analysis) -> str:
+    """From which bandwidth on an arm trains about as fast as the reference, and what the slowest link leaves of it."""
+    evidence = analysis.evidence
+    reference = evidence.reference
+    if evidence.x_path not in ("link.uplink_mbps", "link.downlink_mbps") or reference is None:
+        return ""
+    parts = []
+    for series in evidence.series:
+        shares = [
+            (cell.x, share)
+            for cell in evidence.cells_of(series)
+            if series != reference
+            and (other := evidence.reference_cell(cell)) is not None
+            and (share := ratio(cell, other, "perf/tokens_per_s")) is not None
+        ]
+        if not shares:
+            continue
+        enough = [x for index, (x, _) in enumerate(shares) if all(share >= 1 - FREE for _, share in shares[index:])]
+        kept, slowest = percent(shares[0][1], digits=0), axis_value(shares[0][0])
+        lead = f"{series.label} keeps {kept} of {reference.label}'s speed at {slowest}"
+        ending = (
+            f"and at least {percent(1 - FREE, digits=0)} from {axis_value(enough[0])} Mbit/s on"
+            if enough
+            else f"and {percent(shares[-1][1], digits=0)} at {axis_value(shares[-1][0])} Mbit/s, the fastest tested"
+        )
+        parts.append(f"{lead} {ending}")
+    n = max((len(cell.done) for cell in evidence.cells), default=0)
+    return f"{'; '.join(parts)} (speed in tokens per second, {sample_size(n)})." if parts else ""
 
 
 def _draw(evidence: Evidence, layout: Layout) -> matplotlib.figure.Figure:

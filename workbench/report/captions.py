@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from workbench.report.evidence import Evidence
 from workbench.report.findings import Analysis, cell_mean, reference_level
+from workbench.report.ink import without_outliers
 from workbench.report.printing import (
     axis_symbol,
     axis_value,
@@ -43,12 +44,18 @@ def loss_against_x(analysis: Analysis) -> str:
         rule = "point" if len(evidence.seeds) == 1 else "upper bound of the paired difference"
         symbol = axis_symbol(evidence.x_path or "")
         parts.append(f"Ring: sweet spot, the largest {symbol} whose {rule} stays within the tolerance.")
+    parts.append("An arrow with its value marks a mean beyond the frame." if _far_out(evidence) else "")
     if (entropy := unigram_entropy(evidence)) is not None and evidence.metric == "eval/loss":
         parts.append(
             f"Trivial baseline, off the scale: the unigram entropy of the corpus, {loss(entropy)} nats per token,"
             " the loss of a model that knows only how often each token occurs."
         )
-    return " ".join(parts)
+    return " ".join(part for part in parts if part)
+
+
+def _far_out(evidence: Evidence) -> bool:
+    means = [value for cell in evidence.cells if (value := cell_mean(cell, evidence.metric)) is not None]
+    return bool(means) and without_outliers(means) != (min(means), max(means))
 
 
 def tolerance_line(evidence: Evidence) -> str:
@@ -114,8 +121,8 @@ def memory(evidence: Evidence) -> str:
     """Caption of the memory figure."""
     text = (
         "Left: bytes of the largest node by part, each at its peak and measured on its own; diamonds: the predicted"
-        " total. Right: peak resident memory of the whole process, which also holds the interpreter, the libraries and"
-        " the data."
+        " total; lines at 24, 48 and 80 GB where bars come near. Right: peak resident memory of the process, which also"
+        " holds the interpreter, the libraries and the data."
     )
     if evidence.gradient_series:
         arms = join([series.label for series in evidence.gradient_series])

@@ -12,10 +12,14 @@ from workbench.report import (
     curves,
     domains,
     figures,
+    forest,
+    grid,
+    literature,
     load,
     observations,
     origins,
     resources,
+    scaling,
     scores,
     search,
     sources,
@@ -23,10 +27,10 @@ from workbench.report import (
     wire,
     words,
 )
-from workbench.report.document import Block, Command, Document, KeyNumbers, Note, Paragraph, Section
+from workbench.report.document import Block, Command, Document, Figure, KeyNumbers, Note, Paragraph, Section
 from workbench.report.evidence import Evidence
 from workbench.report.findings import analyse
-from workbench.report.printing import count, join
+from workbench.report.printing import count, join, sentence
 
 FORMATS = ("html", "pdf", "csv", "latex")
 
@@ -39,11 +43,24 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
     analysis = analyse(evidence)
     numbers = words.key_numbers(analysis)
     against_x, against_bytes = figures.loss_figure(analysis), wire.pareto_figure(analysis)
-    leads_with_bytes = evidence.leads_with_bytes and against_bytes is not None
+    over_two, differences = grid.grid_figure(analysis), forest.forest_figure(analysis)
+    time_of_round = bandwidth.bandwidth_figure(analysis)
+    leading = (
+        time_of_round,
+        against_bytes if evidence.leads_with_bytes else None,
+        over_two,
+        differences if not evidence.x_values else None,
+        against_x,
+    )
+    hero = next((figure for figure in leading if figure is not None), None)
+
+    def unless_hero(figure: Figure | None) -> Figure | None:
+        return None if figure is hero else figure
+
     opening: list[Block | None] = [
         KeyNumbers(numbers=numbers) if numbers else None,
         *_warnings(whole),
-        against_bytes if leads_with_bytes else against_x,
+        hero,
         _sentence(observations.setup(evidence)),
         Command(text=str(evidence.study.get("command", "")), label="Reproduce with") if _command(evidence) else None,
     ]
@@ -52,8 +69,10 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
             "result",
             "Result",
             _sentence(observations.result(analysis)),
-            against_x if leads_with_bytes else None,
+            unless_hero(against_x),
             tables.summary_table(analysis),
+            unless_hero(over_two),
+            unless_hero(differences),
             tables.differences_table(analysis),
         ),
         search.section(whole, found) if found is not None else None,
@@ -61,9 +80,11 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
             "communication",
             "Communication",
             _sentence(observations.communication(analysis)),
+            _sentence(scaling.sentence(analysis)),
+            scaling.scaling_figure(analysis),
             wire.bytes_figure(analysis),
-            None if leads_with_bytes else against_bytes,
-            bandwidth.bandwidth_figure(analysis),
+            unless_hero(against_bytes),
+            unless_hero(time_of_round),
             checks.prediction_bytes_table(evidence),
         ),
         _section("learning", "Learning curves", curves.curves_figure(analysis)),
@@ -83,6 +104,7 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
         domains.section(analysis),
         scores.section(analysis),
         _section("load", "Expert load", load.load_figure(analysis)),
+        _section("literature", "Beside the literature", literature.literature_table(analysis)),
         _section("comparability", "Comparability", checks.budget_table(evidence), checks.settings_table(evidence)),
         _section("trials", "Trials", tables.missing_table(whole), tables.trials_table(whole, report_dir)),
         _section("provenance", "Provenance", sources.provenance_table(whole), sources.sources_table(evidence)),
@@ -91,7 +113,7 @@ def compose(evidence: Evidence, report_dir: Path) -> Document:
         name=str(evidence.study.get("name") or evidence.folder.name),
         title=str(evidence.study.get("question") or evidence.study.get("name") or evidence.folder.name),
         byline=_byline(whole),
-        verdict=words.verdict(analysis),
+        verdict=tuple(text for text in (sentence(bandwidth.finding(analysis)), *words.verdict(analysis)) if text),
         opening=tuple(block for block in opening if block is not None),
         sections=tuple(section for section in sections if section is not None),
         formats=tuple(str(name) for name in evidence.report.get("formats") or FORMATS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -13,7 +14,7 @@ from matplotlib.lines import Line2D
 
 from workbench.report import captions, ink
 from workbench.report.document import Figure, Layout
-from workbench.report.evidence import Cell, Evidence
+from workbench.report.evidence import Evidence, Trial
 from workbench.report.findings import Analysis
 from workbench.report.printing import Scale, scale_for
 
@@ -22,6 +23,8 @@ MOST_POINTS = 400
 HIDDEN_SHARE = 0.1
 """Share of training, from the start, that may lie above the frame."""
 KINDS = ("validation", "train")
+ALONE: dict[str, Any] = {"marker": "o", "markersize": 4}
+"""How a curve of one point is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,51 +40,60 @@ class Clock:
 def curves_figure(analysis: Analysis) -> Figure | None:
     """Validation and training loss against tokens, wall-clock and bytes sent."""
     evidence = analysis.evidence
-    frame = curve_frame(evidence)
-    if frame.empty:
+    curves = read_curves(evidence)
+    if curves.frame.empty:
         return None
 
     def draw(layout: Layout) -> matplotlib.figure.Figure:
         with ink.drawing("curves"):
-            return _draw(evidence, frame, layout)
+            return _draw(evidence, curves, layout)
 
     return Figure(
         id="curves",
         title="Learning curves against tokens, time and bytes",
         caption=captions.curves(evidence),
         alt=captions.alt_curves(evidence),
-        data=frame,
+        data=curves.frame,
         draw=draw,
     )
 
 
-def curve_frame(evidence: Evidence) -> pd.DataFrame:
+_NUMBERS = ("step", "tokens", "elapsed_s", "uplink_bytes", "loss_nats")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """The learning curves of a study."""
+
+    frame: pd.DataFrame
     """Every logged point of every finished trial, one row each."""
-    frames = []
+    means: dict[tuple[str, Any, str], pd.DataFrame]
+    """By series label, x and kind: the mean over seeds at each step."""
+
+
+def read_curves(evidence: Evidence) -> Curves:
+    """The curves of all finished trials."""
+    frames: list[pd.DataFrame] = []
+    means: dict[tuple[str, Any, str], pd.DataFrame] = {}
     for cell in evidence.cells:
-        for trial in cell.done:
-            for kind in KINDS:
-                rows = trial.part("curves").get(kind) or []
-                if rows:
-                    frame = pd.DataFrame(rows)
-                    frame.insert(0, "curve", kind)
-                    frame.insert(0, "seed", trial.seed)
-                    frame.insert(0, "x", cell.x)
-                    frame.insert(0, "arm", cell.series.label)
-                    frames.append(frame)
+        for kind in KINDS:
+            own = [frame for trial in cell.done if (frame := _trial_curve(trial, kind)) is not None]
+            if own:
+                together = pd.concat(own, ignore_index=True)
+                means[cell.series.label, cell.x, kind] = together.groupby("step")[list(_NUMBERS[1:])].mean()
+                frames.append(together.assign(arm=cell.series.label, x=cell.x, curve=kind))
     if not frames:
-        return pd.DataFrame()
-    columns = ["arm", "x", "seed", "curve", "step", "tokens", "elapsed_s", "uplink_bytes", "loss_nats"]
+        return Curves(frame=pd.DataFrame(), means={})
     whole = pd.concat(frames, ignore_index=True)
-    whole["loss_nats"] = pd.to_numeric(whole["loss_nats"], errors="coerce")
-    return whole[[*columns, *(name for name in whole.columns if name not in columns)]]
+    return Curves(frame=whole[["arm", "x", "seed", "curve", *_NUMBERS]], means=means)
 
 
-def mean_curve(frame: pd.DataFrame, cell: Cell, kind: str) -> pd.DataFrame:
-    """The curve of one cell, averaged over seeds at each step."""
-    same_x = frame["x"].isna() if cell.x is None else frame["x"] == cell.x
-    own = frame[(frame["arm"] == cell.series.label) & (frame["curve"] == kind) & same_x]
-    return own.groupby("step")[["tokens", "elapsed_s", "uplink_bytes", "loss_nats"]].mean()
+def _trial_curve(trial: Trial, kind: str) -> pd.DataFrame | None:
+    rows = trial.part("curves").get(kind)
+    if not rows:
+        return None
+    frame = pd.DataFrame({name: [row.get(name) for row in rows] for name in _NUMBERS})
+    return frame.assign(loss_nats=pd.to_numeric(frame["loss_nats"], errors="coerce"), seed=trial.seed)
 
 
 def thin(x: np.ndarray, y: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, np.ndarray]:
@@ -112,7 +124,8 @@ def _clocks(evidence: Evidence, frame: pd.DataFrame) -> tuple[Clock, ...]:
     )
 
 
-def _draw(evidence: Evidence, frame: pd.DataFrame, layout: Layout) -> matplotlib.figure.Figure:
+def _draw(evidence: Evidence, curves: Curves, layout: Layout) -> matplotlib.figure.Figure:
+    frame = curves.frame
     clocks = _clocks(evidence, frame)
     sent = bool((frame["uplink_bytes"] > 0).any())
     clocks = clocks if sent else clocks[:2]
@@ -123,7 +136,7 @@ def _draw(evidence: Evidence, frame: pd.DataFrame, layout: Layout) -> matplotlib
         figure, grid = ink.new_figure(layout, 4.3, 2, len(clocks), sharey="row", sharex="col")
         panels = [(grid[j, i], clock, kind) for i, clock in enumerate(clocks) for j, kind in enumerate(KINDS)]
     for axes, clock, kind in panels:
-        _draw_panel(axes, evidence, frame, clock, kind)
+        _draw_panel(axes, evidence, curves, clock, kind)
         if layout.narrow:
             axes.set_title(f"{kind} loss" if clock is clocks[0] else "")
         elif clock is clocks[0]:
@@ -134,17 +147,18 @@ def _draw(evidence: Evidence, frame: pd.DataFrame, layout: Layout) -> matplotlib
     return figure
 
 
-def _draw_panel(axes: Axes, evidence: Evidence, frame: pd.DataFrame, clock: Clock, kind: str) -> None:
+def _draw_panel(axes: Axes, evidence: Evidence, curves: Curves, clock: Clock, kind: str) -> None:
+    most_tokens = float(curves.frame["tokens"].max())
     styles, tops, bottoms, reach = ink.styles(evidence), [], [], []
     if clock.log:
         axes.set_xscale("log")
     for series in evidence.series:
         cells = [cell for cell in evidence.cells_of(series) if cell.done]
         for index, cell in enumerate(cells):
-            curve = mean_curve(frame, cell, kind).dropna()
-            late = curve[curve["tokens"] > HIDDEN_SHARE * float(frame["tokens"].max())]
-            if curve.empty:
+            mean_curve = curves.means.get((series.label, cell.x, kind))
+            if mean_curve is None or (curve := mean_curve.dropna()).empty:
                 continue
+            late = curve[curve["tokens"] > HIDDEN_SHARE * most_tokens]
             shown = late if not late.empty else curve
             tops.append(float(shown["loss_nats"].max()))
             bottoms.append(float(shown["loss_nats"].min()))
@@ -154,7 +168,7 @@ def _draw_panel(axes: Axes, evidence: Evidence, frame: pd.DataFrame, clock: Cloc
             reach += list(x)
             axes.plot(
                 x, y, color=styles[series].colour, alpha=_strength(index, len(cells)), linewidth=1.2,
-                zorder=3 if series == evidence.reference else 2,
+                zorder=3 if series == evidence.reference else 2, **(ALONE if len(x) == 1 else {}),
             )  # fmt: skip
     _limits(axes, clock, bottoms, tops, reach)
 

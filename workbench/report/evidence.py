@@ -6,7 +6,7 @@ Pure reading: nothing is computed here but the grouping. A trial that left no re
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from spes_core.errors import ConfigError, Problem
 from spes_core.events import as_float
+from workbench.report.printing import setting
 from workbench.trees import lookup
 
 DEFAULT_TOLERANCE = 0.02
@@ -69,7 +70,7 @@ class Series:
     @property
     def label(self) -> str:
         """The arm's name, with the other axes behind it."""
-        extra = ", ".join(f"{path.rsplit('.', 1)[-1]} = {value}" for path, value in self.others)
+        extra = ", ".join(setting(path, value) for path, value in self.others)
         return f"{self.arm} ({extra})" if extra else self.arm
 
 
@@ -144,7 +145,7 @@ class Evidence:
 
     @cached_property
     def x_path(self) -> str | None:
-        """The axis that figures run along: report.x, or else the only axis that varies."""
+        """The axis that figures run along: report.x, or else the axis that varies, with any that it decides."""
         if self.report.get("x"):
             return str(self.report["x"])
         values: dict[str, set[str]] = {}
@@ -152,14 +153,35 @@ class Evidence:
             for path, value in trial.axes.items():
                 values.setdefault(path, set()).add(str(value))
         varying = [path for path, seen in values.items() if len(seen) > 1]
-        return varying[0] if len(varying) == 1 else None
+        return next((path for path in varying if all(self._fixed(self.trials, p, [path]) for p in varying)), None)
+
+    @staticmethod
+    def _fixed(trials: Iterable[Trial], path: str, by: Sequence[str]) -> bool:
+        """Whether the axes ``by`` decide the value of ``path`` in these trials, as in zipped axes and constant ones."""
+        seen: dict[tuple[str, ...], set[str]] = {}
+        for trial in trials:
+            seen.setdefault(tuple(str(trial.axes.get(p)) for p in by), set()).add(str(trial.axes.get(path)))
+        return all(len(values) == 1 for values in seen.values())
+
+    @cached_property
+    def _telling(self) -> dict[str, list[str]]:
+        """By arm, the axes beside x that tell its trials apart: those that neither x nor one another decide."""
+        found: dict[str, list[str]] = {}
+        for arm in self.arms:
+            trials = [trial for trial in self.trials if trial.arm == arm]
+            kept: list[str] = []
+            for path in sorted({path for trial in trials for path in trial.axes} - {self.x_path}):
+                if not self._fixed(trials, path, [*([self.x_path] if self.x_path else []), *kept]):
+                    kept.append(path)
+            found[arm] = kept
+        return found
 
     @cached_property
     def cells(self) -> list[Cell]:
         """Trials grouped by series and x: series in the study's order, x ascending (words in the study's order)."""
         grouped: dict[tuple[Series, Any], list[Trial]] = {}
         for trial in self.trials:
-            others = tuple((path, _plain(v)) for path, v in sorted(trial.axes.items()) if path != self.x_path)
+            others = tuple((path, _plain(trial.axes.get(path))) for path in self._telling[trial.arm])
             series = Series(arm=trial.arm, method=trial.method, role=trial.role, others=others)
             x = _plain(trial.axes.get(self.x_path)) if self.x_path else None
             grouped.setdefault((series, x), []).append(trial)

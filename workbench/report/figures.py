@@ -15,6 +15,7 @@ from workbench.report import captions, ink
 from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Cell, Evidence, Series
 from workbench.report.findings import Analysis, cell_mean, reference_level, tolerance_edge
+from workbench.report.labels import wrap
 from workbench.report.printing import (
     axis_label,
     axis_symbol,
@@ -22,8 +23,9 @@ from workbench.report.printing import (
     metric_name,
     percent,
     setting,
+    significant,
 )
-from workbench.statistics import t_interval
+from workbench.statistics import mean, t_interval
 
 Draw = Callable[[Layout], matplotlib.figure.Figure]
 
@@ -73,7 +75,7 @@ def frame_x(axes: Axes, axis: Axis) -> None:
     """Scale, ticks, limits and label of an x axis."""
     ink.x_ticks(axes, [axis.positions[tick] for tick in axis.ticks], axis.ticks, log=axis.log)
     axes.set_xlim(*axis.limits)
-    axes.set_xlabel(axis.label)
+    axes.set_xlabel(wrap(axis.label, 0.7 * ink.column_pt(axes), 8.6))
 
 
 def loss_figure(analysis: Analysis) -> Figure | None:
@@ -109,7 +111,7 @@ def loss_figure(analysis: Analysis) -> Figure | None:
 
 def _draw_loss(analysis: Analysis, layout: Layout) -> matplotlib.figure.Figure:
     evidence, axis = analysis.evidence, axis_of(analysis.evidence)
-    figure, grid = ink.new_figure(layout, 3.4)
+    figure, grid = ink.new_figure(layout, max(3.4, 0.46 * (len(evidence.series) + 1)) if layout.narrow else 3.4)
     axes, styles = grid[0, 0], ink.styles(evidence)
     frame_x(axes, axis)
     labels = _draw_levels(analysis, axes, axis, layout)
@@ -120,8 +122,12 @@ def _draw_loss(analysis: Analysis, layout: Layout) -> matplotlib.figure.Figure:
         last = _draw_series(axes, axis, evidence, series, styles[series], dodge)
         if last is not None and evidence.x_values:
             detail = _spot_words(analysis, series) if not layout.narrow else ""
-            labels.append(ink.end_label(axes, last, series.label, styles[series].colour, detail=detail))
+            low, high = axes.get_ylim()
+            labels.append(
+                ink.end_label(axes, min(max(last, low), high), series.label, styles[series].colour, detail=detail)
+            )
         _draw_spot(analysis, axes, axis, series, styles[series], dodge)
+    _draw_beyond(axes, axis, evidence, styles)
     axes.set_ylabel(metric_label(evidence.metric))
     ink.few_ticks(axes.yaxis, 6)
     ink.spread(figure, labels)
@@ -129,16 +135,36 @@ def _draw_loss(analysis: Analysis, layout: Layout) -> matplotlib.figure.Figure:
 
 
 def _loss_limits(analysis: Analysis) -> tuple[float, float]:
-    """Limits that hold every seed, every interval, the reference's band and the tolerance line."""
+    """Limits that hold every seed and interval, the reference's band and the tolerance, but not what is far out."""
     evidence, heights = analysis.evidence, []
+    means = [value for cell in evidence.cells if (value := cell_mean(cell, evidence.metric)) is not None]
+    edges = [] if (level := reference_level(evidence)) is None else [tolerance_edge(evidence, level)]
+    lowest, highest = ink.without_outliers([*means, *edges])
     for cell in evidence.cells:
-        if values := list(cell.values(evidence.metric).values()):
+        if (values := list(cell.values(evidence.metric).values())) and lowest <= mean(values) <= highest:
             interval = t_interval(values)
             heights += [*values, interval.upper, interval.mean if interval.low is None else interval.low]
-    if (level := reference_level(evidence)) is not None:
-        heights.append(tolerance_edge(evidence, level))
+    heights += edges
     room = 0.07 * (max(heights) - min(heights)) or 0.02 * abs(heights[0]) or 1.0
     return min(heights) - room, max(heights) + room
+
+
+def _draw_beyond(axes: Axes, axis: Axis, evidence: Evidence, styles: dict[Series, ink.Style]) -> None:
+    """An arrow at the frame's edge, with the value, for every mean that lies beyond it."""
+    low, high = axes.get_ylim()
+    taken: dict[float, int] = {}
+    for cell in evidence.cells:
+        value, place = cell_mean(cell, evidence.metric), axis.position(cell)
+        if value is None or place is None or low <= value <= high:
+            continue
+        above, colour = value > high, styles[cell.series].colour
+        level = taken[place] = taken.get(place, -1) + 1
+        axes.plot(place, high if above else low, marker="^" if above else "v", markersize=6, color=colour,
+                  markeredgewidth=0, clip_on=False)  # fmt: skip
+        axes.annotate(
+            significant(value, 3), (place, high if above else low), xytext=(7, (-1 if above else 1) * (4 + 10 * level)),
+            textcoords="offset points", va="top" if above else "bottom", color=colour, fontsize=7.8,
+        )  # fmt: skip
 
 
 def _draw_levels(analysis: Analysis, axes: Axes, axis: Axis, layout: Layout) -> list[ink.EndLabel]:

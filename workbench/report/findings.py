@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from workbench.report.evidence import Cell, Evidence, Series
@@ -10,6 +10,7 @@ from workbench.report.printing import setting
 from workbench.statistics import (
     Interval,
     SignFlip,
+    SpotInterval,
     SweetSpot,
     Verdict,
     equivalence,
@@ -18,6 +19,7 @@ from workbench.statistics import (
     paired_differences,
     sign_flip_test,
     sweet_spot,
+    sweet_spot_interval,
     t_interval,
 )
 
@@ -76,17 +78,42 @@ def _compare_cell(evidence: Evidence, cell: Cell) -> Comparison | None:
 
 
 def sweet_spots(evidence: Evidence, comparisons: Sequence[Comparison]) -> dict[Series, SweetSpot | None]:
-    """The sweet spot of every series with at least two numeric x; None where the rule identifies none."""
+    """The sweet spot of every series with at least two numeric x; None where the rule identifies none.
+
+    A series has one only if a larger x sends fewer bytes. Of a bandwidth or a learning rate the largest is no aim.
+    """
     spots: dict[Series, SweetSpot | None] = {}
     for series in evidence.series:
-        points = [
-            (float(c.cell.x), c.interval)
-            for c in comparisons
-            if c.cell.series == series and isinstance(c.cell.x, int | float) and not isinstance(c.cell.x, bool)
-        ]
-        if len(points) >= 2:
+        points = [(float(c.cell.x), c.interval) for c in _numeric(comparisons, series)]
+        if len(points) >= 2 and _growing_saves_bytes(evidence.cells_of(series)):
             spots[series] = sweet_spot(points, evidence.tolerance)
     return spots
+
+
+def spot_intervals(
+    evidence: Evidence, comparisons: Sequence[Comparison], spots: Iterable[Series]
+) -> dict[Series, SpotInterval]:
+    """Where each series' sweet spot lands when its seeds are drawn anew; only for series with several seeds."""
+    found = {
+        series: sweet_spot_interval(
+            {float(c.cell.x): c.relative for c in _numeric(comparisons, series)}, evidence.tolerance
+        )
+        for series in spots
+    }
+    return {series: interval for series, interval in found.items() if interval is not None}
+
+
+def _numeric(comparisons: Sequence[Comparison], series: Series) -> list[Comparison]:
+    return [
+        c
+        for c in comparisons
+        if c.cell.series == series and isinstance(c.cell.x, int | float) and not isinstance(c.cell.x, bool)
+    ]
+
+
+def _growing_saves_bytes(cells: Sequence[Cell]) -> bool:
+    sent = [value for cell in cells if (value := cell_mean(cell, "comm/uplink_gb")) is not None]
+    return len(sent) >= 2 and sent[-1] < 0.999 * sent[0]
 
 
 def best(evidence: Evidence, comparisons: Sequence[Comparison], series: Series) -> Comparison | None:
@@ -167,12 +194,19 @@ class Analysis:
     evidence: Evidence
     comparisons: tuple[Comparison, ...]
     spots: dict[Series, SweetSpot | None]
+    spot_intervals: dict[Series, SpotInterval]
 
 
 def analyse(evidence: Evidence) -> Analysis:
     """Everything that sentences, tables and figures share."""
     comparisons = compare(evidence)
-    return Analysis(evidence=evidence, comparisons=tuple(comparisons), spots=sweet_spots(evidence, comparisons))
+    spots = sweet_spots(evidence, comparisons)
+    return Analysis(
+        evidence=evidence,
+        comparisons=tuple(comparisons),
+        spots=spots,
+        spot_intervals=spot_intervals(evidence, comparisons, spots),
+    )
 
 
 def row_label(evidence: Evidence, cell: Cell) -> str:

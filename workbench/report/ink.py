@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from workbench.report.document import Layout
 from workbench.report.evidence import Evidence, Series
+from workbench.report.labels import fitting_columns, width_pt, wrap
 from workbench.report.printing import axis_value
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -158,6 +160,10 @@ def marker_style(style: Style, size: float = 5.5) -> dict[str, Any]:
     }  # fmt: skip
 
 
+CLOSE = 0.035
+"""Share of an axis below which the labels of two neighbouring ticks would touch."""
+
+
 def x_ticks(axes: Axes, positions: Sequence[float], values: Sequence[Any], *, log: bool) -> None:
     """Ticks at the tested values and nowhere else, thinned where they would touch."""
     if log:
@@ -165,7 +171,30 @@ def x_ticks(axes: Axes, positions: Sequence[float], values: Sequence[Any], *, lo
     axes.xaxis.set_major_locator(FixedLocator(list(positions)))
     axes.xaxis.set_minor_locator(NullLocator())
     labels = {position: axis_value(value) for position, value in zip(positions, values, strict=True)}
+    if not log:
+        for before, position in pairwise(sorted(labels)):
+            if position - before < CLOSE * (max(labels) - min(labels)) and labels[before]:
+                labels[position] = ""
+    labels = _fitting(axes, labels)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: labels.get(min(labels, key=lambda p: abs(p - x)), "")))
+
+
+def column_pt(axes: Axes) -> float:
+    """Width in points of a column of the figure's grid, with all that stands around its axes."""
+    place = axes.get_subplotspec()
+    return axes.figure.bbox.width * 72 / axes.figure.dpi / (place.get_gridspec().ncols if place else 1)
+
+
+def _fitting(axes: Axes, labels: dict[float, str]) -> dict[float, str]:
+    """Tick labels broken at spaces to stand side by side; turned where a single word is too wide for that."""
+    size, room = 8.2, 0.72 * column_pt(axes) / max(1, len(labels))
+    broken = {position: wrap(label, room, size) for position, label in labels.items()}
+    if max((width_pt(label, size) for label in broken.values()), default=0.0) > 1.15 * room and len(labels) > 1:
+        axes.tick_params(axis="x", labelrotation=30)
+        for label in axes.get_xticklabels():
+            label.set(horizontalalignment="right", rotation_mode="anchor")
+        return {position: wrap(label, 0.2 * column_pt(axes) + 20, size) for position, label in labels.items()}
+    return broken
 
 
 def log_ticks(axis: Any, low: float, high: float) -> None:
@@ -184,20 +213,39 @@ def few_ticks(axis: Any, most: int = 5) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}".replace("-", "−")))
 
 
+def without_outliers(values: Sequence[float]) -> tuple[float, float]:
+    """Smallest and largest value, but for those so far out that they would squeeze the rest into a fifth of the room.
+
+    "Far out": beyond five times the distance of the median from the other end, unless more than a quarter of them is.
+    """
+    ordered = sorted(values)
+    low, middle, high = ordered[0], ordered[len(ordered) // 2], ordered[-1]
+    kept = [value for value in ordered if value <= low + 5 * (middle - low) or middle == low]
+    kept = [value for value in kept if value >= high - 5 * (high - middle) or middle == high]
+    return (kept[0], kept[-1]) if len(kept) >= max(2.0, 0.75 * len(ordered)) else (low, high)
+
+
 @dataclass(frozen=True, kw_only=True)
 class EndLabel:
-    """A direct label right of a line's end: a name, and a quieter second line where it helps."""
+    """A direct label right of a line's end: a name, and a quieter line below where it helps."""
 
     name: Annotation
     detail: Annotation | None
 
     @property
+    def lines(self) -> int:
+        """Lines of the name."""
+        return self.name.get_text().count("\n") + 1
+
+    @property
     def height_pt(self) -> float:
         """Room that the label needs."""
-        return LINE_PT * (2 if self.detail else 1)
+        return LINE_PT * (self.lines + bool(self.detail))
 
 
 LINE_PT = 10.5
+MOST_LABEL_SHARE = 0.27
+"""Share of a figure's width that direct labels may take before their names break."""
 
 
 def end_label(
@@ -219,6 +267,8 @@ def end_label(
         "color": colour,
     }
     xy = (axes.get_xlim()[1] if x is None else x, y)
+    page_pt = axes.figure.bbox.width * 72 / axes.figure.dpi
+    name = wrap(name, MOST_LABEL_SHARE * page_pt, 8.6, bold=bold)
     return EndLabel(
         name=axes.annotate(name, xy, xytext=(6, 0), fontweight=700 if bold else 400, **place),
         detail=axes.annotate(detail, xy, xytext=(6, 0), fontsize=7.8, **place) if detail else None,
@@ -233,12 +283,13 @@ def spread(figure: Figure, labels: Iterable[EndLabel]) -> None:
     wanted = [_height_pt(figure, item.name) for item in items]
     order = sorted(range(len(items)), key=lambda index: wanted[index])
     placed = _relax([wanted[index] for index in order], [items[index].height_pt for index in order])
+    placed = _within(placed, [items[index].height_pt for index in order], figure.bbox.height * 72 / figure.dpi)
     for index, height in zip(order, placed, strict=True):
         item, shift = items[index], height - wanted[index]
         up = LINE_PT / 2 if item.detail else 0.0
         item.name.set_position((6, shift + up))
         if item.detail:
-            item.detail.set_position((6, shift - up))
+            item.detail.set_position((6, shift - item.lines * up))
 
 
 def _height_pt(figure: Figure, label: Annotation) -> float:
@@ -263,6 +314,19 @@ def _relax(centres: list[float], heights: list[float]) -> list[float]:
     return placed
 
 
+def _within(centres: list[float], heights: list[float], top: float) -> list[float]:
+    """The same without any beyond the page: pushed up from its lower edge, then down from ``top``."""
+    placed, floor = list(centres), 2.0
+    for index, height in enumerate(heights):
+        placed[index] = max(placed[index], floor + height / 2)
+        floor = placed[index] + height / 2
+    ceiling = top - 2.0
+    for index in reversed(range(len(placed))):
+        placed[index] = min(placed[index], ceiling - heights[index] / 2)
+        ceiling = placed[index] - heights[index] / 2
+    return placed
+
+
 def _bottom(block: list[int], centres: list[float], heights: list[float]) -> float:
     return sum(centres[index] for index in block) / len(block) - sum(heights[index] for index in block) / 2
 
@@ -271,9 +335,15 @@ def _top(block: list[int], centres: list[float], heights: list[float]) -> float:
     return _bottom(block, centres, heights) + sum(heights[index] for index in block)
 
 
+LEGEND_SIZE = 8.2
+
+
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str], columns: int | None = None) -> None:
-    """One row of keys above the axes, for figures whose parts are too small to be named in place."""
+    """Keys above the axes, in as few rows as fit, for figures whose parts are too small to be named in place."""
+    around = LEGEND_SIZE * (1.0 + 0.5 + 1.4)
+    fitting = fitting_columns(labels, 72 * figure.get_figwidth() - 6, LEGEND_SIZE, around_pt=around)
     figure.legend(
-        handles, labels, loc="outside upper left", ncols=columns or len(labels), frameon=False, fontsize=8.2,
-        handlelength=1.0, handleheight=0.8, handletextpad=0.5, columnspacing=1.4, borderaxespad=0.2, borderpad=0.1,
+        handles, labels, loc="outside upper left", ncols=min(columns or fitting, fitting), frameon=False,
+        fontsize=LEGEND_SIZE, handlelength=1.0, handleheight=0.8, handletextpad=0.5, columnspacing=1.4,
+        borderaxespad=0.2, borderpad=0.1,
     )  # fmt: skip

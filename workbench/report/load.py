@@ -13,6 +13,7 @@ from workbench.report import captions, ink
 from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Cell, Evidence
 from workbench.report.findings import Analysis, best, row_label
+from workbench.report.labels import wrap
 from workbench.report.printing import significant
 from workbench.statistics import mean
 
@@ -76,10 +77,14 @@ def _draw_load(
     rows = -(-len(chosen) // columns)
     layers, experts = len(chosen[0][1]), len(chosen[0][1][0])
     cell_in = min(0.24, (layout.width_in - 0.5 * columns) / columns / experts)
-    figure, grid = ink.new_figure(layout, rows * (max(0.9, layers * cell_in) + 0.62) + 0.25, rows, columns)
+    room_pt = 72 * (layout.width_in / columns - 0.35)
+    titles = [wrap(f"{row_label(evidence, c)}: {_imbalance(load):.2f}", room_pt, 8.8, bold=True) for c, load in chosen]
+    lines = max(title.count("\n") for title in titles)
+    height_in = rows * (max(0.9, layers * cell_in) + 0.62 + 0.14 * lines) + 0.25
+    figure, grid = ink.new_figure(layout, height_in, rows, columns)
     for axes in grid.flat[len(chosen) :]:
         axes.set_visible(False)
-    for axes, (cell, load) in zip(grid.flat, chosen, strict=False):
+    for axes, (_, load), title in zip(grid.flat, chosen, titles, strict=False):
         for layer, shares in enumerate(load):
             for expert, share in enumerate(shares):
                 strength = max(0.03, share * len(shares) / top)
@@ -91,7 +96,7 @@ def _draw_load(
         axes.set_yticks(_few(len(load)))
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
-        axes.set_title(f"{row_label(evidence, cell)}: {_imbalance(load):.2f}")
+        axes.set_title(title)
         axes.set_xlabel("expert")
         axes.set_ylabel("layer" if axes.get_subplotspec().is_first_col() else "")
     step = next(size for size in (0.5, 1.0, 2.0, 5.0, 10.0, float(top)) if top / size < 5)

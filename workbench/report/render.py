@@ -10,10 +10,13 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from workbench.report.parallel import in_parallel
 
 if TYPE_CHECKING:  # matplotlib, pandas and weasyprint are slow to import: only a rendering pays for them
     from workbench.report.document import Document, Figure
@@ -61,21 +64,43 @@ def render(study_dir: Path, report_dir: Path) -> ReportPaths:
     study_dir, report_dir = study_dir.resolve(), report_dir.resolve()
     evidence = read(study_dir)
     document = compose(evidence, report_dir)
+    return _write_report(document, report_dir, _provenance(evidence))
+
+
+def render_comparison(study_dirs: Sequence[Path], report_dir: Path) -> ReportPaths:
+    """Render one report that sets several studies side by side. Raises ConfigError as `render` does."""
+    from workbench.report.across import compose, provenance
+    from workbench.report.evidence import read
+
+    studies = [read(study_dir.resolve()) for study_dir in study_dirs]
+    report_dir = report_dir.resolve()
+    return _write_report(compose(studies, report_dir), report_dir, provenance(studies))
+
+
+def _write_report(document: Document, report_dir: Path, origin: dict[str, Any]) -> ReportPaths:
     report_dir.mkdir(parents=True, exist_ok=True)
     _remove_old(report_dir)
-    pictures = {figure.id: _pictures(figure) for figure in document.figures}
+    drawn = in_parallel([partial(_pictures, figure) for figure in document.figures])
+    pictures = {figure.id: svgs for figure, svgs in zip(document.figures, drawn, strict=True)}
     html = report_dir / "index.html"
     _write(html, _page(document, pictures, for_pdf=False))
-    pdf: Path | None = None
-    remarks: tuple[str, ...] = ()
-    if "pdf" in document.formats:
-        pdf, remarks = _write_pdf(report_dir / "report.pdf", _page(document, pictures, for_pdf=True))
+    written = in_parallel(
+        [
+            partial(_write_pdf, document, report_dir, pictures),
+            *(partial(_write_csv, figure, report_dir) for figure in document.figures if "csv" in document.formats),
+        ]
+    )
+    pdf, remarks = written[0]
     provenance = report_dir / "provenance.json"
-    _write(provenance, json.dumps(_provenance(evidence), indent=1, ensure_ascii=False) + "\n")
+    from workbench.report.index import refresh
+
+    about = {**origin, "title": document.title, "byline": document.byline, "verdict": list(document.verdict)}
+    _write(provenance, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+    refresh(report_dir.parent)
     return ReportPaths(
         html=html,
         pdf=pdf,
-        csv=_write_csv(document, report_dir),
+        csv=tuple(written[1:]),
         tex=_write_tex(document, report_dir),
         provenance=provenance,
         remarks=remarks,
@@ -111,7 +136,7 @@ def _page(document: Document, pictures: dict[str, dict[str, str]], *, for_pdf: b
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters["marks"] = _marks
+    environment.filters["marks"] = marks
     environment.tests["of"] = lambda block, kind: isinstance(block, getattr(parts, kind))
     paint: Callable[[str], str] = str if for_pdf else themed
     return environment.get_template("page.html.j2").render(
@@ -121,13 +146,13 @@ def _page(document: Document, pictures: dict[str, dict[str, str]], *, for_pdf: b
         with_csv="csv" in document.formats,
         numbers={block.id: f"Figure {index}" for index, block in enumerate(document.figures, 1)}
         | {f"table:{block.id}": f"Table {index}" for index, block in enumerate(document.tables, 1)},
-        faces=[(*face, _data_uri(face[3])) for face in FACES],
+        faces=[(*face, data_uri(face[3])) for face in FACES],
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
     )
 
 
-def _marks(text: str) -> Any:
+def marks(text: str) -> Any:
     """Escaped text with ``*emphasis*`` and ```code``` as elements."""
     import re
 
@@ -137,31 +162,33 @@ def _marks(text: str) -> Any:
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", marked))
 
 
-def _data_uri(stem: str) -> str:
+def data_uri(stem: str) -> str:
+    """A typeface of the templates folder as an address that holds it."""
     return "data:font/woff2;base64," + base64.b64encode((TEMPLATES / f"{stem}.woff2").read_bytes()).decode()
 
 
-def _write_pdf(path: Path, page: str) -> tuple[Path | None, tuple[str, ...]]:
+def _write_pdf(
+    document: Document, report_dir: Path, pictures: dict[str, dict[str, str]]
+) -> tuple[Path | None, tuple[str, ...]]:
+    if "pdf" not in document.formats:
+        return None, ()
     try:
         import weasyprint
         from weasyprint.urls import URLFetcher
     except (ImportError, OSError):
         return None, (NO_PDF,)
     only_data = URLFetcher(allowed_protocols=("data",), fail_on_errors=True)
+    path, page = report_dir / "report.pdf", _page(document, pictures, for_pdf=True)
     identifier = hashlib.sha256(page.encode()).digest()[:16]
     content = weasyprint.HTML(string=page, url_fetcher=only_data).write_pdf(pdf_identifier=identifier)
     path.write_bytes(content)
     return path, ()
 
 
-def _write_csv(document: Document, report_dir: Path) -> tuple[Path, ...]:
-    if "csv" not in document.formats:
-        return ()
-    paths = []
-    for figure in document.figures:
-        paths.append(report_dir / f"figure_{figure.id}.csv")
-        figure.data.to_csv(paths[-1], index=False, lineterminator="\n")
-    return tuple(paths)
+def _write_csv(figure: Figure, report_dir: Path) -> Path:
+    path = report_dir / f"figure_{figure.id}.csv"
+    figure.data.to_csv(path, index=False, lineterminator="\n")
+    return path
 
 
 def _write_tex(document: Document, report_dir: Path) -> tuple[Path, ...]:

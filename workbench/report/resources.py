@@ -14,6 +14,7 @@ from workbench.report import captions, ink
 from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Cell, Evidence, Trial
 from workbench.report.findings import Analysis, cell_mean, row_label
+from workbench.report.labels import wrap
 from workbench.report.printing import missing, scale_for, significant
 from workbench.statistics import mean
 
@@ -94,6 +95,8 @@ def memory_figure(analysis: Analysis) -> Figure | None:
 def _draw_memory(evidence: Evidence, frame: pd.DataFrame, layout: Layout) -> matplotlib.figure.Figure:
     unit = scale_for([float(frame["rss_peak_gb"].fillna(0).max()), *frame["weights_gb"]])
     rows, bars = len(frame), 0.3 * len(frame)
+    labels = [wrap(label, 21 * layout.width_in, 8.2) for label in frame["label"]]
+    bars *= max(1.0, (1 + max(label.count("\n") for label in labels)) / 2)
     if layout.narrow:
         figure, grid = ink.new_figure(layout, 1.8 * bars + 2.0, 2, 1, height_ratios=[1, 0.8])
         left, right = grid[0, 0], grid[1, 0]
@@ -105,11 +108,11 @@ def _draw_memory(evidence: Evidence, frame: pd.DataFrame, layout: Layout) -> mat
                color=ink.INK, markeredgewidth=2)  # fmt: skip
     for row, value in enumerate(frame["rss_peak_gb"] * unit.factor):
         _value(right, value, row, significant(value))
-    right.set_title(f"Process, peak resident ({unit.unit})")
+    right.set_title(f"Process peak ({unit.unit})")
     right.set_xlim(0, float(frame["rss_peak_gb"].fillna(0).max()) * unit.factor * 1.3 or 1.0)
     ink.few_ticks(right.xaxis, 3)
     for axes in (left, right):
-        axes.set_yticks(range(rows), list(frame["label"]))
+        axes.set_yticks(range(rows), labels)
         axes.set_ylim(rows - 0.4, -0.6)
         axes.spines["left"].set_visible(False)
     handles = [Rectangle((0, 0), 1, 1, color=colour, linewidth=0) for colour in ink.PART_COLOURS.values()]
@@ -193,7 +196,9 @@ def times_s(trial: Trial) -> dict[str, float]:
 
 
 def _draw_throughput(evidence: Evidence, frame: pd.DataFrame, layout: Layout) -> matplotlib.figure.Figure:
-    bars = 0.215 * max(_grouped(list(frame["arm"])), default=0.0) + 0.2
+    labels = [wrap(label, 21 * layout.width_in, 8.2) for label in frame["label"]]
+    tall = (0.215, 0.29, 0.4)[min(2, max(label.count("\n") for label in labels))]
+    bars = tall * max(_grouped(list(frame["arm"])), default=0.0) + 0.2
     if layout.narrow:
         figure, grid = ink.new_figure(layout, 2 * bars + 2.4, 2, 1)
         left, right = grid[0, 0], grid[1, 0]
@@ -222,7 +227,7 @@ def _draw_throughput(evidence: Evidence, frame: pd.DataFrame, layout: Layout) ->
     right.set_title("Share of time (%)")
     right.set_xlim(0, 100)
     for axes in (left, right):
-        axes.set_yticks(places, list(frame["label"]))
+        axes.set_yticks(places, labels)
         axes.set_ylim(max(places) + 0.6, -0.6)
         axes.spines["left"].set_visible(False)
     handles = [Rectangle((0, 0), 1, 1, color=colour, linewidth=0) for colour in drawn.values()]

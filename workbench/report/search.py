@@ -14,7 +14,7 @@ import matplotlib.figure
 import pandas as pd
 
 from workbench.points import Scored, confirmed_spot, difference, front, score
-from workbench.report import ink
+from workbench.report import ink, searchfigures
 from workbench.report.document import Block, Column, Figure, Layout, Paragraph, Section, Table
 from workbench.report.evidence import Evidence, Trial
 from workbench.report.printing import (
@@ -138,8 +138,11 @@ def section(evidence: Evidence, search: SearchEvidence) -> Section | None:
         Paragraph(text=_summary(search)),
         Paragraph(text=confirmation(search)),
         _confirmation_table(search),
+        searchfigures.path_figure(search),
         _front_figure(search),
+        searchfigures.slices_figure(search),
         _history_table(search),
+        searchfigures.importances_figure(search),
         _importance_table(search),
     ]
     return Section(id="search", title="Search", blocks=tuple(block for block in blocks if block is not None))

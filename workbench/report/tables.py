@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from workbench.report.document import Column, Table
-from workbench.report.evidence import Cell, Evidence
+from workbench.report.evidence import Cell, Evidence, Trial
 from workbench.report.findings import Analysis, Comparison, cell_mean, seed_interval
 from workbench.report.printing import (
     DASH,
@@ -29,7 +29,10 @@ from workbench.report.printing import (
     scale_for,
     significant,
 )
+from workbench.statistics import bootstrap_interval
 
+LEAST_RESAMPLED = 5
+"""Below this many seeds a percentile bootstrap is much too narrow, and is not given."""
 MOST_SEED_COLUMNS = 5
 """Above this many seeds the differences by seed are left to the CSV."""
 
@@ -67,6 +70,7 @@ def summary_table(analysis: Analysis) -> Table | None:
     rows = [_summary_row(evidence, cell) for cell in evidence.cells if cell.done]
     if not rows:
         return None
+    mixed = " Marked: rows whose trials were run by different code." if any(row["mixed_code"] for row in rows) else ""
     wire, memory = scales(evidence)
     unit = metric_unit(evidence.metric)
     return Table(
@@ -74,7 +78,8 @@ def summary_table(analysis: Analysis) -> Table | None:
         title="Results per arm",
         caption=f"Means over n seeds; interval: 95 % t interval of the mean {metric_name(evidence.metric)}. Bytes are"
         " per node and whole run, payload and framing. Trained state: weights, gradients and optimizer moments of the"
-        " largest node.",
+        f" largest node.{mixed}",
+        mark="mixed_code",
         frame=pd.DataFrame(rows),
         columns=(
             *arm_columns(evidence),
@@ -105,6 +110,7 @@ def _summary_row(evidence: Evidence, cell: Cell) -> dict[str, Any]:
         "trained_state_gb": cell_mean(cell, "mem/trained_state_gb"),
         "tokens_per_s": cell_mean(cell, "perf/tokens_per_s"),
         "merges": cell_mean(cell, "merge/count"),
+        "mixed_code": len({code_of(trial) for trial in cell.done}) > 1,
     }
 
 
@@ -127,6 +133,7 @@ def differences_table(analysis: Analysis) -> Table | None:
         ),
         Column(key="mean", heading="mean", show=_signed),
         *((Column(key="interval", heading="95 % interval", show=text),) if several else ()),
+        *((Column(key="bootstrap", heading="bootstrap", show=text),) if _resampled(analysis) else ()),
         Column(
             key="verdict",
             heading=f"{percent(evidence.tolerance, digits=0)} tolerance",
@@ -163,10 +170,17 @@ def _difference_row(comparison: Comparison) -> dict[str, Any]:
         "low": interval.low,
         "high": interval.high,
         "interval": percent_interval(interval),
+        "bootstrap": percent_interval(bootstrap_interval(list(comparison.relative.values())))
+        if comparison.n >= LEAST_RESAMPLED
+        else "",
         "verdict": comparison.verdict,
         "p": comparison.test.p if comparison.n > 1 else None,
         "holm_p": comparison.holm_p if comparison.n > 1 else None,
     }
+
+
+def _resampled(analysis: Analysis) -> bool:
+    return any(comparison.n >= LEAST_RESAMPLED for comparison in analysis.comparisons)
 
 
 def _differences_caption(analysis: Analysis) -> str:
@@ -177,10 +191,14 @@ def _differences_caption(analysis: Analysis) -> str:
     if len(evidence.seeds) < 2:
         return f"{text} One seed: a point can lie within or outside the tolerance, but carries no interval."
     smallest = min(comparison.test.smallest_p for comparison in analysis.comparisons)
+    resampled = (
+        f" Bootstrap: 95 % percentile interval, given from {LEAST_RESAMPLED} seeds on." if _resampled(analysis) else ""
+    )
     return (
-        f"{text} Interval: 95 % t interval of the mean difference. Within: all of it at or below the tolerance;"
-        " outside: all of it above; otherwise inconclusive. p: two-sided sign-flip permutation test, smallest reachable"
-        f" {significant(smallest, 2)}; Holm: adjusted over the {axis_symbol(evidence.x_path or 'rows')} of an arm."
+        f"{text} Interval: 95 % t interval of the mean difference.{resampled} Within: all of it at or below the"
+        " tolerance; outside: all of it above; otherwise inconclusive. p: two-sided sign-flip permutation test,"
+        f" smallest reachable {significant(smallest, 2)}; Holm: adjusted over the"
+        f" {axis_symbol(evidence.x_path or 'rows')} of an arm."
     )
 
 
@@ -204,6 +222,8 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
                     "arm": cell.series.label, "x": cell.x, "seed": trial.seed, "status": trial.status,
                     "primary": trial.metrics.get(evidence.metric), "trial": trial.name, "id": trial.id,
                     "folder": _link(evidence.folder / "trials" / trial.name, report_dir), "failed": not trial.done,
+                    "code": code_of(trial)[:8], "events": "events",
+                    "events_folder": _link(evidence.folder / "trials" / trial.name / "events", report_dir),
                     **trial.metrics,
                 }
             )  # fmt: skip
@@ -219,7 +239,8 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
         id="trials",
         title="All trials",
         caption="The name links to the trial's folder where that lies near the report: result.json holds the numbers,"
-        " events/*.jsonl what they were computed from. Wall-clock: from the first step's start to the end.",
+        " events/*.jsonl what they were computed from. In MLflow a trial is the run of its name in the study's"
+        " experiment. Wall-clock: from the first step's start to the end.",
         frame=frame,
         columns=(
             *arm_columns(evidence),
@@ -234,10 +255,21 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
                 align="left",
                 link="folder",
             ),
+            *((Column(key="code", heading="code", show=text, align="left"),) if frame["code"].nunique() > 1 else ()),
+            *(
+                (Column(key="events", heading="events", show=text, align="left", link="events_folder"),)
+                if (frame["events_folder"] != "").any()
+                else ()
+            ),
         ),
         sortable=True,
         mark="failed",
     )
+
+
+def code_of(trial: Trial) -> str:
+    """Digest of the code that ran a trial; empty where it is not known."""
+    return str(trial.part("provenance").get("code_digest") or "")
 
 
 def _link(folder: Path, report_dir: Path) -> str:

@@ -15,7 +15,9 @@ from workbench.report.document import Figure, Layout
 from workbench.report.evidence import Evidence, Series
 from workbench.report.figures import Axis, axis_of, frame_x
 from workbench.report.findings import Analysis, cell_mean, reference_level, tolerance_edge
+from workbench.report.labels import PointLabel, place, wrap
 from workbench.report.printing import (
+    NBSP,
     Scale,
     axis_symbol,
     axis_value,
@@ -23,7 +25,6 @@ from workbench.report.printing import (
     metric_name,
     percent,
     scale_for,
-    setting,
 )
 from workbench.statistics import mean, t_interval
 
@@ -146,6 +147,11 @@ class Point:
     """The primary metric by seed."""
     x: Any
 
+    @property
+    def mean(self) -> float:
+        """Mean of the primary metric over seeds."""
+        return mean(self.values)
+
 
 def _draw_pareto(evidence: Evidence, layout: Layout) -> matplotlib.figure.Figure:
     styles = ink.styles(evidence)
@@ -154,51 +160,41 @@ def _draw_pareto(evidence: Evidence, layout: Layout) -> matplotlib.figure.Figure
     axes.set_xscale("log")
     axes.grid(visible=True, axis="x")
     unit = scale_for([t.metrics.get("comm/uplink_gb", 0.0) for t in evidence.done])
-    everything: list[float] = []
-    for index, series in enumerate(evidence.series):
+    drawn: dict[Series, list[Point]] = {}
+    for series in evidence.series:
         points = [
             Point(sent=sent * unit.factor, values=tuple(cell.values(evidence.metric).values()), x=cell.x)
             for cell in evidence.cells_of(series)
             if (sent := cell_mean(cell, "comm/uplink_gb")) and cell.values(evidence.metric)
         ]
         if points:
-            _draw_pareto_series(
-                axes, evidence, series, points, styles[series], below=index % 2 == 0, narrow=layout.narrow
-            )
-            everything += [point.sent for point in points]
-    labels = []
+            _draw_pareto_series(axes, points, styles[series])
+            drawn[series] = points
+    edges = []
     if (level := reference_level(evidence)) is not None:
         edge = tolerance_edge(evidence, level)
         axes.axhline(edge, color=ink.MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1.2)
         text = f"{'+' if edge > level else '−'}{percent(evidence.tolerance, digits=0)}"
-        labels.append((edge, text if layout.narrow else f"tolerance {text}"))
-    low, high = min(everything) / 2, max(everything) * 1.5
+        edges.append((edge, text if layout.narrow else f"tolerance {text}"))
+    bytes_sent = [point.sent for points in drawn.values() for point in points]
+    low, high = min(bytes_sent) / 2, max(bytes_sent) * 1.5
     axes.set_xlim(low, high)
     ink.log_ticks(axes.xaxis, low, high)
     axes.margins(y=0.2)
     ink.few_ticks(axes.yaxis, 5)
     axes.set_xlabel(f"uplink per node ({unit.unit})")
     axes.set_ylabel(metric_label(evidence.metric))
-    ink.spread(figure, [ink.end_label(axes, height, text, ink.MUTED, bold=False) for height, text in labels])
+    ink.spread(figure, [ink.end_label(axes, height, text, ink.MUTED, bold=False) for height, text in edges])
+    _label_pareto(axes, evidence, drawn, narrow=layout.narrow)
     return figure
 
 
-def _draw_pareto_series(
-    axes: Axes,
-    evidence: Evidence,
-    series: Series,
-    points: list[Point],
-    style: ink.Style,
-    *,
-    below: bool,
-    narrow: bool,
-) -> None:
-    """A series with x beside its points; the name stands with the point that sent most."""
-    x, y = [point.sent for point in points], [mean(point.values) for point in points]
+def _draw_pareto_series(axes: Axes, points: list[Point], style: ink.Style) -> None:
+    """A series: means joined in order of x, with their intervals and a dot per seed."""
+    x, y = [point.sent for point in points], [point.mean for point in points]
     axes.plot(x, y, color=style.colour, zorder=1.4)
     axes.plot(x, y, linestyle="none", zorder=2.5, **ink.marker_style(style, 6.5))
-    most = max(points, key=lambda point: point.sent)
-    for point, height in zip(points, y, strict=True):
+    for point in points:
         interval = t_interval(point.values)
         if interval.low is not None and interval.high is not None:
             axes.plot([point.sent] * 2, [interval.low, interval.high], color=style.colour, linewidth=1.1)
@@ -207,13 +203,35 @@ def _draw_pareto_series(
                 color=style.colour, alpha=0.55, markeredgewidth=0,
                 transform=axes.transData + ScaledTranslation(5 / 72, 0, axes.figure.dpi_scale_trans),
             )  # fmt: skip
-        text = "" if point.x is None else axis_value(point.x)
-        if point is most:
-            value = text if isinstance(point.x, str) else setting(evidence.x_path, point.x)
-            text = f"{series.label},{chr(10) if narrow else ' '}{value}" if text else series.label
-        axes.annotate(
-            text, (point.sent, height), xytext=(-4, -4) if below else (4, 4), textcoords="offset points",
-            ha="right" if below else "left", va="top" if below else "bottom", color=style.colour,
-            fontsize=8.6 if point is most else 7.8, fontweight=700 if point is most else 400,
-            bbox={"facecolor": ink.PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.4}, zorder=1.6,
-        )  # fmt: skip
+
+
+def _label_pareto(axes: Axes, evidence: Evidence, drawn: dict[Series, list[Point]], *, narrow: bool) -> None:
+    """Each point's x beside it, one label for points that coincide; the name stands with the point that sent most."""
+    styles, found = ink.styles(evidence), []
+    for series, points in drawn.items():
+        groups: list[list[Point]] = []
+        for point in points:
+            near = next((group for group in groups if _coincide(axes, group[0], point)), None)
+            groups.append([point]) if near is None else near.append(point)
+        most = max(points, key=lambda point: point.sent)
+        for group in groups:
+            words = ", ".join(axis_value(point.x) for point in group if point.x is not None)
+            named = most in group
+            if named:
+                lead = "" if isinstance(group[0].x, str) else f"{axis_symbol(evidence.x_path or '')}{NBSP}={NBSP}"
+                words = f"{series.label},{chr(10) if narrow else ' '}{lead}{words}" if words else series.label
+            size = 8.6 if named else 7.8
+            found.append(
+                PointLabel(
+                    text=wrap(words, 110 if narrow else 170, size, bold=named), x=group[0].sent, y=group[0].mean,
+                    colour=styles[series].colour, size=size, bold=named,
+                )
+            )  # fmt: skip
+    found.sort(key=lambda label: not label.bold)
+    place(axes, found, [(point.sent, point.mean) for points in drawn.values() for point in points], ink.PAPER)
+
+
+def _coincide(axes: Axes, one: Point, other: Point) -> bool:
+    """Whether two points lie closer than a marker is wide."""
+    apart = axes.transData.transform((one.sent, one.mean)) - axes.transData.transform((other.sent, other.mean))
+    return bool(max(abs(apart)) * 72 / axes.figure.dpi < 6)

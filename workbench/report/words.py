@@ -33,7 +33,14 @@ from workbench.report.printing import (
     setting,
     significant,
 )
-from workbench.statistics import SweetSpot, mean, paired_differences, standard_deviation
+from workbench.statistics import (
+    SpotInterval,
+    SweetSpot,
+    mean,
+    noise_floor,
+    paired_differences,
+    standard_deviation,
+)
 
 
 def verdict(analysis: Analysis) -> tuple[str, ...]:
@@ -119,7 +126,17 @@ def _finding(analysis: Analysis, comparison: Comparison) -> str:
     )
     costs = _costs(analysis, cell)
     interval = "paired by seed, 95 % t interval" if bounds else "one seed, so no interval"
-    return f"{text}{costs} ({sample_size(comparison.n)}, {interval})."
+    judged = _JUDGED[comparison.verdict].format(tolerance=percent(evidence.tolerance, digits=0))
+    return f"{text}{costs} ({sample_size(comparison.n)}, {interval}): {judged}."
+
+
+_JUDGED = {
+    "within": "within the tolerance of {tolerance}",
+    "outside": "outside the tolerance of {tolerance}",
+    "inconclusive": "inconclusive at a tolerance of {tolerance}",
+    "point within": "the point lies within the tolerance of {tolerance}",
+    "point outside": "the point lies outside the tolerance of {tolerance}",
+}
 
 
 def _bounds(low: float, high: float) -> str:
@@ -152,8 +169,10 @@ def _spots_sentence(analysis: Analysis) -> str:
         return ""
     symbol = axis_symbol(evidence.x_path or "")
     rule = "loss" if len(evidence.seeds) == 1 else "upper bound"
+    few = len(analysis.spots) <= 3  # of more, the spread over resamples would bury the finding
     found = [
-        f"{setting(evidence.x_path, spot.x)} for {series.label}{_spot_remarks(spot, symbol)}"
+        f"{setting(evidence.x_path, spot.x)} for {series.label}"
+        f"{_spot_remarks(spot, symbol, analysis.spot_intervals.get(series) if few else None)}"
         for series, spot in analysis.spots.items()
         if spot is not None
     ]
@@ -182,10 +201,14 @@ def _named(evidence: Evidence, cell: Cell) -> str:
     return f"{cell.series.label}{_at(evidence, cell)}"
 
 
-def _spot_remarks(spot: SweetSpot, symbol: str) -> str:
+def _spot_remarks(spot: SweetSpot, symbol: str, redrawn: SpotInterval | None) -> str:
     remarks = [f"the largest {symbol} tested"] if spot.at_edge else []
     if spot.exceptions:
         remarks.append(f"although {join([axis_value(x) for x in spot.exceptions])} did not qualify")
+    if redrawn is not None:
+        bounds = ["not identified" if bound is None else axis_value(bound) for bound in (redrawn.low, redrawn.high)]
+        span = f"{symbol} {bounds[0]} to {bounds[1]}" if bounds[0] != bounds[1] else f"{symbol} {bounds[0]}"
+        remarks.append(f"95 % bootstrap over seeds: {span}; the same in {percent(redrawn.same, digits=0)} of resamples")
     return f" ({'; '.join(remarks)})" if remarks else ""
 
 
@@ -234,9 +257,12 @@ def _trust(analysis: Analysis) -> str:
     values = list(evidence.cells_of(reference)[0].values(evidence.metric).values()) if reference else []
     spread = standard_deviation(values)
     smallest = min((c.test.smallest_p for c in analysis.comparisons), default=1.0)
+    floor = noise_floor(values)
     noise = (
-        f"Seeds of {reference.arm} alone differ by {percent(spread / abs(mean(values)))} (standard deviation); "
-        if spread is not None and reference is not None
+        f"Seeds of {reference.arm} alone differ by {percent(spread / abs(mean(values)))} (standard deviation), so that"
+        f" another {count(len(values), 'seed')} of it could differ by {percent(floor / abs(mean(values)))} (noise floor"
+        " of an unpaired comparison); "
+        if spread is not None and floor is not None and reference is not None
         else ""
     )
     return f"{noise}with {max(sizes, default=0)} seeds no sign-flip p below {significant(smallest, 2)} can be reached."
