@@ -244,7 +244,8 @@ class Campaign:
                 return Stored(status="busy", result={"error": {"message": str(error)}})
             if stop_request.made or not died_silently(result):
                 break
-        result = self._evaluations.complete(self._folder.trial_dir(trial), result, lambda: stop_request.made)
+        trial_dir = self._folder.trial_dir(trial)
+        result = self._evaluations.complete(trial_dir, result, lambda: stop_request.made, gpus=slot.gpus)
         return Stored(status=result["status"], result=result)
 
     def _rules(self, trial: Trial) -> list[Rule]:

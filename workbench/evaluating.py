@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,12 +47,21 @@ class Evaluations:
         return resolve(self.settings.tasks)
 
     def complete(
-        self, trial_dir: Path, result: dict[str, Any], stopped: Callable[[], bool], *, retry: bool = False
+        self,
+        trial_dir: Path,
+        result: dict[str, Any],
+        stopped: Callable[[], bool],
+        *,
+        retry: bool = False,
+        gpus: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """The result of a trial with its scores: evaluated now where some are lacking, the trial being done."""
+        """The result of a trial with its scores: evaluated now where some are lacking, the trial being done.
+
+        ``gpus``: those that the trial was given, which its evaluation has, too; None for all.
+        """
         if not self._is_owed(trial_dir, result, retry=retry) or stopped():
             return result
-        reason = self._run(trial_dir, stopped, retry=retry)
+        reason = self._run(trial_dir, stopped, retry=retry, gpus=gpus)
         book = _book(trial_dir)
         if reason is not None and book is not None:
             for leaf in book.lacking(self.tasks, self.settings, again=False):
@@ -98,7 +107,9 @@ class Evaluations:
             task.label not in shown for task in self.tasks
         )
 
-    def _run(self, trial_dir: Path, stopped: Callable[[], bool], *, retry: bool) -> str | None:
+    def _run(
+        self, trial_dir: Path, stopped: Callable[[], bool], *, retry: bool, gpus: Sequence[str] | None
+    ) -> str | None:
         """Run the process to its end; why scores may still be lacking, or None when the user stopped it."""
         (trial_dir / "logs").mkdir(exist_ok=True)
         started_s = time.monotonic()
@@ -108,7 +119,7 @@ class Evaluations:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=child_environment(self._environment()),
+                env=child_environment(self._environment(gpus)),
                 start_new_session=True,
             )
         try:
@@ -133,11 +144,12 @@ class Evaluations:
         command += [] if retry else ["--keep-missing"]
         return [*command, "--die-with-parent"]
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, gpus: Sequence[str] | None) -> dict[str, str]:
         """What must be in place before a numerical library is loaded."""
         threads = str(self.threads)
         names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
         more = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        more |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         return dict.fromkeys(names, threads) | more
 
 

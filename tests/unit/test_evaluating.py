@@ -86,6 +86,19 @@ def test_the_user_s_stop_ends_the_process_and_the_next_run_takes_it_up(
     assert result["evaluation"]["tasks"]["piqa"]["reason"] == "resources.timeout (0.3 s) was reached"
 
 
+@pytest.mark.parametrize(("gpus", "seen"), [(("1", "GPU-3"), "1,GPU-3"), ((), ""), (None, "as it was")])
+def test_an_evaluation_sees_the_gpus_of_its_trial_alone(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...] | None, seen: str
+) -> None:
+    trial = write_trial(tmp_path / "t", corpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
+    instead(
+        monkeypatch, "import os; print('error: sees', os.environ['CUDA_VISIBLE_DEVICES'] + '|'); raise SystemExit(2)"
+    )
+    result = evaluations().complete(trial, stored(trial), never, gpus=gpus)
+    assert result["evaluation"]["tasks"]["piqa"]["reason"].endswith(f"error: sees {seen}|")
+
+
 def test_only_trials_that_are_done_and_lack_scores_are_evaluated(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
