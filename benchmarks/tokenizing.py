@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
 def show_speed(root: Path, texts: list[str], given: Path, turns: int) -> None:
     corpus, size_mb = root / "corpus.jsonl", sum(len(text.encode()) for text in texts) / 1e6
     corpus.write_text("".join(json.dumps({"id": n, "text": text}) + "\n" for n, text in enumerate(texts)))
-    config = DataConfig(corpus=str(corpus), tokenizer=str(given), tokenizer_vocab_size=1 << 20)
+    config = DataConfig(corpus=str(corpus), tokenizer=str(given), tokenizer_vocab_size=1 << 20, validation_fraction=0.1)
     ours, library = [], []
     for turn in range(turns):
         ours.append(timed(lambda turn=turn: tokenize.prepare(config, root / f"cache{turn}")))

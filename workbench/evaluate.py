@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         batch_size=options.batch_size,
         dtype=options.dtype,
     )
-    if problems := list(settings.problems(asked=True)):
+    if problems := [*settings.folder_problems(), *settings.problems(asked=True)]:
         named = {"evaluation." + name: "--" + name.replace("_", "-") for name in asdict(settings)}
         raise StudyError([f"{named.get(p.path.split('[')[0], p.path)}: {p.message}" for p in problems])
     target, tasks = _target(options), evaluating_tasks.resolve(settings.tasks)

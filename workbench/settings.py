@@ -81,6 +81,11 @@ class Evaluation:
         """`data_dir` as a path."""
         return None if self.data_dir is None else Path(self.data_dir)
 
+    def folder_problems(self) -> Iterator[Problem]:
+        """That the folder of offline copies is not there: known only where tasks are to be scored."""
+        if self.folder is not None and not self.folder.is_dir():
+            yield Problem("evaluation.data_dir", f"({self.data_dir}) is no folder; leave it out to use the hub")
+
     def problems(self, *, asked: bool = False) -> Iterator[Problem]:
         """The rules that these settings break; with ``asked`` one is that there must be tasks."""
         if asked and not self.tasks:
@@ -89,8 +94,6 @@ class Evaluation:
             yield Problem("evaluation.batch_size", f"({self.batch_size}) must be at least 1")
         if self.limit is not None and self.limit < 2:
             yield Problem("evaluation.limit", f"({self.limit}) must be at least 2: one item has no standard error")
-        if self.folder is not None and not self.folder.is_dir():
-            yield Problem("evaluation.data_dir", f"({self.data_dir}) is no folder; leave it out to use the hub")
         try:
             for index, reason in mistakes(self.tasks):
                 yield Problem(f"evaluation.tasks[{index}]", reason)

@@ -105,6 +105,8 @@ def run_study(options: argparse.Namespace, command: str) -> int:
     results, report = Path(options.results) / study.name, Path(options.reports) / study.name
     _require_writable(results, "--results")
     _require_writable(report, "--reports")
+    if missing := list(study.evaluation.folder_problems()):
+        raise StudyError([study.locate(problem) for problem in missing])
     if options.dry_run:
         from workbench.dryrun import show_plan
 

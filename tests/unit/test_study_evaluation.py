@@ -94,6 +94,16 @@ def test_a_misspelt_task_is_named_with_its_line_before_anything_runs(
     assert "evaluation.limt" in said and "probe.yaml:14" in said and engine.ran == []
 
 
+def test_a_study_plans_without_the_offline_copies_and_does_not_start_without_them(
+    study_file: Path, engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = ["evaluation.tasks=[sciq]", "evaluation.data_dir=nowhere"]
+    assert expand(read_study(study_file, missing))
+    assert main([str(study_file), *missing]) == 2
+    assert "evaluation.data_dir (nowhere) is no folder; leave it out to use the hub" in capsys.readouterr().err
+    assert engine.ran == []
+
+
 def entry(value: float, stderr: float, name: str) -> dict[str, Any]:
     metrics = {"acc": {"value": value, "stderr": stderr, "higher_is_better": True}}
     return {
