@@ -13,8 +13,9 @@ from workbench.budget import Budget, Slot
 from workbench.corpora import PreparedCorpus
 from workbench.dryrun import axis_paths, axis_text
 from workbench.durable import read_mapping
+from workbench.errors import TrialBusy
 from workbench.evaluating import Evaluations
-from workbench.execute import ExecutionSettings, TrialBusy, run_trial
+from workbench.execute import ExecutionSettings, run_trial
 from workbench.launch.launcher import Launcher
 from workbench.launch.local import open_launcher
 from workbench.mirror import CLOSE_TIMEOUT_S, Mirror

@@ -18,6 +18,7 @@ from typing import Any
 
 from spes_core.errors import DataError
 from workbench.durable import read_mapping
+from workbench.evaluate import BUSY
 from workbench.evaluating_scores import FILE, ScoreBook, weights_digests, weights_files
 from workbench.evaluating_tasks import Task, resolve
 from workbench.failures import tail
@@ -110,7 +111,10 @@ class Evaluations:
     def _run(
         self, trial_dir: Path, stopped: Callable[[], bool], *, retry: bool, gpus: Sequence[str] | None
     ) -> str | None:
-        """Run the process to its end; why scores may still be lacking, or None when the user stopped it."""
+        """Run the process to its end; why scores may still be lacking.
+
+        None when that is no failure: the user stopped it, or another process has the trial and may score it.
+        """
         (trial_dir / "logs").mkdir(exist_ok=True)
         started_s = time.monotonic()
         with (trial_dir / "logs" / LOG).open("ab") as log:
@@ -130,6 +134,8 @@ class Evaluations:
                     return f"resources.timeout ({self.timeout_s:g} s) was reached"
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_S)
+            if process.returncode == BUSY:
+                return None
             said = tail(trial_dir / "logs" / LOG)
             return f"its process ended with status {process.returncode}: {said[-1] if said else 'without a word'}"
         finally:

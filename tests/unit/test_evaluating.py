@@ -15,6 +15,7 @@ pytest.importorskip("lm_eval", reason="needs the evaluation extra")
 
 from tests.small_trials import prepare_corpus, write_tasks, write_trial
 from workbench.evaluating import LOG, Evaluations
+from workbench.execute import exclusive
 from workbench.settings import Evaluation
 
 LIMIT_S = 60.0
@@ -97,6 +98,15 @@ def test_an_evaluation_sees_the_gpus_of_its_trial_alone(
     )
     result = evaluations().complete(trial, stored(trial), never, gpus=gpus)
     assert result["evaluation"]["tasks"]["piqa"]["reason"].endswith(f"error: sees {seen}|")
+
+
+def test_what_another_process_evaluates_is_left_to_it(tmp_path: Path, corpus: Path) -> None:
+    trial = write_trial(tmp_path / "t", corpus)
+    before = stored(trial)
+    with exclusive(trial):
+        assert evaluations().complete(trial, before, never) == before
+    assert "is being run by another process" in (trial / "logs" / LOG).read_text()
+    assert stored(trial) == before and not (trial / "evaluation.json").exists()
 
 
 def test_only_trials_that_are_done_and_lack_scores_are_evaluated(
