@@ -13,7 +13,7 @@ from spes_core.mixrules import mixture_problems
 from spes_core.schedules import checkpoint_steps
 
 if TYPE_CHECKING:
-    from spes_core.config import RunConfig
+    from spes_core.config import DataConfig, RunConfig
 
 AT_LEAST_ONE = (
     "nodes",
@@ -152,27 +152,31 @@ def _ranges(config: RunConfig) -> Iterator[Problem]:
         yield Problem("round.quorum", f"({quorum:g}) must be above 0 and at most 1: the share of nodes a round needs")
     if not 0 <= (share := config.aggregate.trim_fraction) < 0.5:
         yield Problem("aggregate.trim_fraction", f"({share:g}) must be at least 0 and below 0.5: it is cut at each end")
-    if not config.data.corpus.strip():
-        yield Problem("data.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
-    for name, domain in config.data.domains.items():
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            yield Problem(f"data.domains.{name}", "must have a name of letters, digits, _ and -")
-        if not domain.corpus.strip():
-            yield Problem(f"data.domains.{name}.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
-    if not config.data.tokenizer.strip():
-        yield Problem("data.tokenizer", '("") must be bpe, bytes, or a folder with a Hugging Face tokenizer')
-    if not config.data.text_field:
-        yield Problem("data.text_field", '("") must name the field that holds the text')
-    if (limit := config.data.max_repetition) is not None and not 0 < limit < 1:
-        yield Problem("data.max_repetition", f"({limit:g}) must lie between 0 and 1, both excluded; null keeps all")
-    if not 0 < (fraction := config.data.validation_fraction) < 1:
-        yield Problem("data.validation_fraction", f"({fraction:g}) must lie between 0 and 1, both excluded")
-    if (size := config.data.tokenizer_vocab_size) < 257:
-        yield Problem("data.tokenizer_vocab_size", f"({size}) must be at least 257: 256 bytes and the end of text")
     if (keep := config.checkpoint.keep) < 2:
         yield Problem("checkpoint.keep", f"({keep}) must be at least 2: processes may stop one checkpoint apart")
     if not 1024 <= (chunk := config.wire.chunk_bytes) <= 4 << 20:
         yield Problem("wire.chunk_bytes", f"({chunk}) must be between 1024 and {4 << 20}")
+    yield from _data_ranges(config.data)
+
+
+def _data_ranges(data: DataConfig) -> Iterator[Problem]:
+    if not data.corpus.strip():
+        yield Problem("data.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
+    for name, domain in data.domains.items():
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            yield Problem(f"data.domains.{name}", "must have a name of letters, digits, _ and -")
+        if not domain.corpus.strip():
+            yield Problem(f"data.domains.{name}.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
+    if not data.tokenizer.strip():
+        yield Problem("data.tokenizer", '("") must be bpe, bytes, or a folder with a Hugging Face tokenizer')
+    if not data.text_field:
+        yield Problem("data.text_field", '("") must name the field that holds the text')
+    if (limit := data.max_repetition) is not None and not 0 < limit < 1:
+        yield Problem("data.max_repetition", f"({limit:g}) must lie between 0 and 1, both excluded; null keeps all")
+    if not 0 < (fraction := data.validation_fraction) < 1:
+        yield Problem("data.validation_fraction", f"({fraction:g}) must lie between 0 and 1, both excluded")
+    if (size := data.tokenizer_vocab_size) < 257:
+        yield Problem("data.tokenizer_vocab_size", f"({size}) must be at least 257: 256 bytes and the end of text")
 
 
 def _model_rules(config: RunConfig) -> Iterator[Problem]:

@@ -13,8 +13,9 @@ from workbench.budget import Budget, Slot
 from workbench.corpora import PreparedCorpus
 from workbench.dryrun import axis_paths, axis_text
 from workbench.durable import read_mapping
+from workbench.errors import TrialBusy
 from workbench.evaluating import Evaluations
-from workbench.execute import ExecutionSettings, TrialBusy, run_trial
+from workbench.execute import ExecutionSettings, run_trial
 from workbench.launch.launcher import Launcher
 from workbench.launch.local import open_launcher
 from workbench.mirror import CLOSE_TIMEOUT_S, Mirror
@@ -244,7 +245,8 @@ class Campaign:
                 return Stored(status="busy", result={"error": {"message": str(error)}})
             if stop_request.made or not died_silently(result):
                 break
-        result = self._evaluations.complete(self._folder.trial_dir(trial), result, lambda: stop_request.made)
+        trial_dir = self._folder.trial_dir(trial)
+        result = self._evaluations.complete(trial_dir, result, lambda: stop_request.made, gpus=slot.gpus)
         return Stored(status=result["status"], result=result)
 
     def _rules(self, trial: Trial) -> list[Rule]:

@@ -1,4 +1,4 @@
-"""Mistakes in a study that its author can mend: each names its file and line, or the override it came from."""
+"""Why a study cannot go on: mistakes that its author can mend, each with its place, and trials that others hold."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ class StudyError(SpesError, ValueError):
         self.mistakes = tuple(sorted(dict.fromkeys(mistakes), key=_place))
         assert self.mistakes
         super().__init__("\n".join(self.mistakes))
+
+
+class TrialBusy(SpesError):
+    """Another controller, or an evaluation, holds this trial."""
 
 
 def _place(mistake: str) -> tuple[str, int]:

@@ -23,7 +23,7 @@ from spes_core.filedigest import file_digest
 from spes_core.processlife import die_with_parent
 from workbench import evaluating_tasks
 from workbench.durable import read_mapping
-from workbench.errors import StudyError
+from workbench.errors import StudyError, TrialBusy
 from workbench.evaluating_scores import (
     FILE,
     HF_FILE,
@@ -42,7 +42,8 @@ if TYPE_CHECKING:
     from workbench.evaluating_model import LanguageModel
 
 DONE, SOME_MISSING, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes."""
+BUSY = 3
+"""Exit codes; busy: another process runs or evaluates the trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {mistake}", file=sys.stderr)
     except (SpesError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return BUSY if isinstance(error, TrialBusy) else BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return INTERRUPTED

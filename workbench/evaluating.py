@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +18,7 @@ from typing import Any
 
 from spes_core.errors import DataError
 from workbench.durable import read_mapping
+from workbench.evaluate import BUSY
 from workbench.evaluating_scores import FILE, ScoreBook, weights_digests, weights_files
 from workbench.evaluating_tasks import Task, resolve
 from workbench.failures import tail
@@ -47,12 +48,21 @@ class Evaluations:
         return resolve(self.settings.tasks)
 
     def complete(
-        self, trial_dir: Path, result: dict[str, Any], stopped: Callable[[], bool], *, retry: bool = False
+        self,
+        trial_dir: Path,
+        result: dict[str, Any],
+        stopped: Callable[[], bool],
+        *,
+        retry: bool = False,
+        gpus: Sequence[str] | None = None,
     ) -> dict[str, Any]:
-        """The result of a trial with its scores: evaluated now where some are lacking, the trial being done."""
+        """The result of a trial with its scores: evaluated now where some are lacking, the trial being done.
+
+        ``gpus``: those that the trial was given, which its evaluation has, too; None for all.
+        """
         if not self._is_owed(trial_dir, result, retry=retry) or stopped():
             return result
-        reason = self._run(trial_dir, stopped, retry=retry)
+        reason = self._run(trial_dir, stopped, retry=retry, gpus=gpus)
         book = _book(trial_dir)
         if reason is not None and book is not None:
             for leaf in book.lacking(self.tasks, self.settings, again=False):
@@ -98,8 +108,13 @@ class Evaluations:
             task.label not in shown for task in self.tasks
         )
 
-    def _run(self, trial_dir: Path, stopped: Callable[[], bool], *, retry: bool) -> str | None:
-        """Run the process to its end; why scores may still be lacking, or None when the user stopped it."""
+    def _run(
+        self, trial_dir: Path, stopped: Callable[[], bool], *, retry: bool, gpus: Sequence[str] | None
+    ) -> str | None:
+        """Run the process to its end; why scores may still be lacking.
+
+        None when that is no failure: the user stopped it, or another process has the trial and may score it.
+        """
         (trial_dir / "logs").mkdir(exist_ok=True)
         started_s = time.monotonic()
         with (trial_dir / "logs" / LOG).open("ab") as log:
@@ -108,7 +123,7 @@ class Evaluations:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=child_environment(self._environment()),
+                env=child_environment(self._environment(gpus)),
                 start_new_session=True,
             )
         try:
@@ -119,6 +134,8 @@ class Evaluations:
                     return f"resources.timeout ({self.timeout_s:g} s) was reached"
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_POLL_S)
+            if process.returncode == BUSY:
+                return None
             said = tail(trial_dir / "logs" / LOG)
             return f"its process ended with status {process.returncode}: {said[-1] if said else 'without a word'}"
         finally:
@@ -133,11 +150,12 @@ class Evaluations:
         command += [] if retry else ["--keep-missing"]
         return [*command, "--die-with-parent"]
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, gpus: Sequence[str] | None) -> dict[str, str]:
         """What must be in place before a numerical library is loaded."""
         threads = str(self.threads)
         names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
         more = {"OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        more |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         return dict.fromkeys(names, threads) | more
 
 

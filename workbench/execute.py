@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from spes_core import snapshots
-from spes_core.errors import SpesError
 from spes_core.events import cut_events
 from spes_core.runfile import RunFile
 from workbench.durable import read_json, read_mapping, write_json
+from workbench.errors import TrialBusy
 from workbench.launch.launcher import Launcher, LaunchError
 from workbench.progress import OnProgress
 from workbench.results import build_result
@@ -59,10 +59,6 @@ class ExecutionSettings:
     """The GPUs that the trial may see, as CUDA_VISIBLE_DEVICES names them; None for all."""
     provenance: dict[str, Any] = field(default_factory=dict)
     """Origin of the code and the machine, stored with each trial."""
-
-
-class TrialBusy(SpesError):
-    """Another controller is running this trial."""
 
 
 def run_trial(

@@ -235,7 +235,8 @@ def _settings(arm: Arm, axes: Mapping[str, Any], seed: int) -> Tree:
 
 
 def _key(variant: Variant) -> str:
-    return digest(variant.config)
+    """What tells runs apart before their tokens are known: the digest leaves out how a corpus is prepared."""
+    return f"{digest(variant.config)} {Corpus.of(variant.config.data)}"
 
 
 def _distinct(variants: Sequence[Variant]) -> list[Variant]:
@@ -272,7 +273,8 @@ def _several_references(study: Study, variants: Sequence[Variant]) -> list[str]:
     arm = next((arm for arm in study.arms if arm.role == "reference"), None)
     if study.search is None or arm is None:
         return []
-    points = {digest(replace(variant.config, seed=0)): variant for variant in variants if variant.arm is arm}
+    mine = [variant for variant in variants if variant.arm is arm]
+    points = {_key(replace(variant, config=replace(variant.config, seed=0))): variant for variant in mine}
     if len(points) < 2:
         return []
     axes = ", ".join(dict.fromkeys(path for variant in points.values() for path in variant.axes))

@@ -80,6 +80,7 @@ def _header(
     asked = found.preparation
     names = (*_SPLITS, shards.TOKEN_BYTES, shards.TOKENIZER, *(path.name for path in vocabulary.files))
     files = {name: _record(folder / name) for name in dict.fromkeys(names)}
+    domains = _domains(found, state.parts)
     return shards.ShardHeader(
         dtype=vocabulary.dtype,
         vocab_size=vocabulary.size,
@@ -88,7 +89,7 @@ def _header(
         tokenizer_digest=files[shards.TOKENIZER].sha256,
         tokenizer_documents=state.tokenizer_documents,
         tokenizer_bytes=state.tokenizer_bytes,
-        digest=shards.token_digest(files),
+        digest=shards.token_digest(files, domains),
         train=_total(state.parts, 0),
         validation=_total(state.parts, 1),
         validation_fraction=asked.validation_fraction,
@@ -100,7 +101,7 @@ def _header(
         files=files,
         tokenizer=asked.tokenizer,
         preparation_key=found.key,
-        domains=_domains(found, state.parts),
+        domains=domains,
         repeated_documents=count_repeated(folder / _SEEN),
         skipped=encoder.skipped.counts,
         skipped_first={reason: tuple(first) for reason, first in encoder.skipped.first.items()},

@@ -83,6 +83,8 @@ class Preparation:
         parts: list[object] = [shards.SCHEMA, identities[0][0], self.vocab_size, self.validation_fraction]
         if self.divided or len(identities[0]) > 1:
             parts.append([[domain.name, *found] for domain, found in zip(self.domains, identities, strict=True)])
+        if self.divided:
+            parts.append("the digest covers where domains end")  # folders of before are not found
         tokenizer = self.tokenizer if self.tokenizer in MADE_HERE else given.identity(self.tokenizer)
         others = {"tokenizer": tokenizer, "text_field": self.text_field, "max_repetition": self.max_repetition}
         usual = {"tokenizer": "bpe", "text_field": "text", "max_repetition": None}

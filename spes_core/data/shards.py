@@ -172,17 +172,18 @@ def verify(folder: Path) -> ShardHeader:
                     f"{folder / name} does not have the SHA-256 that its header records ({record.sha256});"
                     " delete the folder and prepare the corpus again"
                 )
-    if header.digest != token_digest(header.files):
+    if header.digest != token_digest(header.files, header.domains):
         raise DataError(f"{folder / HEADER} records a digest that is not that of its files; prepare the corpus again")
     return header
 
 
-def token_digest(files: Mapping[str, FileRecord]) -> str:
-    """SHA-256 (hex) over the names and SHA-256 of the files that decide a run's numbers.
+def token_digest(files: Mapping[str, FileRecord], domains: Mapping[str, DomainCounts]) -> str:
+    """SHA-256 (hex) over all that decides a run's numbers: names and SHA-256 of files, and where domains end in them.
 
     tokenizer.json is left out: its spelling may change with the library while every token stays the same.
     """
     lines = "".join(f"{name} {files[name].sha256}\n" for name in (TRAIN, VALIDATION, TOKEN_BYTES))
+    lines += "".join(f"{name} {part.train.tokens} {part.validation.tokens}\n" for name, part in domains.items())
     return hashlib.sha256(lines.encode()).hexdigest()
 
 

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from spes_core.config import DataConfig
@@ -71,7 +72,10 @@ def write_once(folder: Path, found: FoundCorpora, tell: Progress) -> Path:
     with _locked(folder.with_name(f"{folder.name}.lock"), tell):
         if _is_sound(folder):
             return folder
-        part = folder.with_name(f"{folder.name}.part")
+        part = folder.with_name(f"{folder.name}.{found.key}.part")
+        for left in folder.parent.glob(f"{escape(folder.name)}.*.part"):
+            if left != part:  # of other text or settings, which must not be gone on from
+                shutil.rmtree(left)
         part.mkdir(exist_ok=True)  # or what a killed process left: nobody else holds the lock
         try:
             write_folder(part, found, tell)

@@ -31,7 +31,7 @@ CONTROLLER = """
     from pathlib import Path
     from tests.unit.test_execute import CONFIG, ExecutionSettings, ForkLauncher, StandIns, Trial, run_trial
     from workbench.budget import Budget, Need
-    from workbench.execute import TrialBusy
+    from workbench.errors import TrialBusy
     from workbench.stopping import stop_on_signals
     from workbench.store import Stored
     from workbench.together import Crew

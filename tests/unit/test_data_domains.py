@@ -170,6 +170,20 @@ def test_a_study_prepares_a_mixture_in_a_process_of_its_own(
     assert find_corpus(Corpus.of(replace(other, max_repetition=None))) is None
 
 
+def test_where_a_domain_ends_is_part_of_the_digest(tmp_path: Path) -> None:
+    names = ["abc", "bisect", "calendar", "cmd", "code", "dis", "enum", "fractions", "glob", "heapq", "inspect", "json"]
+    digests = []
+    for cut in (5, 7):
+        sources = {name: f"stdlib:{','.join(f'{n}*' for n in part)}" for name, part in
+                   (("x", names[:cut]), ("y", names[cut:]))}  # fmt: skip
+        domains = {name: DomainConfig(corpus=source) for name, source in sources.items()}
+        config = DataConfig(domains=domains, tokenizer="bytes", tokenizer_vocab_size=257, validation_fraction=0.4)
+        folder = tokenize.prepare(config, tmp_path)
+        digests.append((shards.verify(folder).digest, (folder / "train.bin").read_bytes()))
+    assert digests[0][1] == digests[1][1]  # the same texts in the same order
+    assert digests[0][0] != digests[1][0]
+
+
 def test_where_domains_lie_is_no_part_of_a_trial_s_identity_and_weights_are(corpora: dict[str, Path]) -> None:
     run = RunConfig(data=config_of(**corpora))
 

@@ -12,6 +12,7 @@ import pytest
 
 from spes_core.config import DataConfig, DomainConfig
 from spes_core.data import encode, fingerprints, shards, tokenize
+from spes_core.data.preparation import Preparation
 from spes_core.data.repetition import repetition
 from spes_core.data.vocabulary import Vocabulary
 from tests.small_corpora import config_for, contents, texts, write_rows
@@ -100,6 +101,19 @@ def test_what_cannot_be_gone_on_from_is_begun_again(
         state.unlink()
     header = shards.verify(tokenize.prepare(config, tmp_path))
     assert len(encoded) == header.train.documents + header.validation.documents
+
+
+@pytest.mark.usefixtures("encoded")
+def test_what_was_begun_with_other_text_is_not_gone_on_from(config: DataConfig, tmp_path: Path) -> None:
+    kill(config, tmp_path / "cache", 9)
+    (begun,) = (tmp_path / "cache").glob("*.part")
+    asked = Preparation.of(replace(config, domains=dict(reversed(config.domains.items()))))
+    place = tmp_path / "mine"
+    begun.rename(place.with_name(f"mine{begun.name[begun.name.index('.') :]}"))  # as a killed --out mine leaves it
+    made = tokenize.prepare_at(asked, place, None, lambda message: None)
+    clean = tokenize.prepare_at(asked, tmp_path / "clean", None, lambda message: None)
+    assert contents(made) == contents(clean)
+    assert sorted(entry.name for entry in tmp_path.iterdir() if entry.is_dir()) == ["cache", "clean", "mine"]
 
 
 def test_repeated_texts_are_counted_whatever_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("lm_eval", reason="needs the evaluation extra")
 
 from tests.small_trials import prepare_corpus, write_tasks, write_trial
 from workbench import evaluation
-from workbench.evaluate import main
+from workbench.evaluate import BUSY, main
 from workbench.evaluating_tasks import Task
 from workbench.execute import exclusive
 from workbench.integrity import check_files
@@ -166,7 +166,7 @@ def test_a_trial_without_weights_tokenizer_or_end_is_said_so(
     trial = write_trial(tmp_path / "t", corpus)
     command = [str(trial), "--data-dir", str(data_dir), "--tasks", "arc_easy"]
     with exclusive(trial):
-        assert main(command) == 2
+        assert main(command) == BUSY
     assert "being run by another process" in capsys.readouterr().err
     run = stored(trial, "run.json")
     (trial / "run.json").write_text(json.dumps(run | {"data_dir": str(tmp_path / "gone")}))

@@ -15,6 +15,7 @@ pytest.importorskip("lm_eval", reason="needs the evaluation extra")
 
 from tests.small_trials import prepare_corpus, write_tasks, write_trial
 from workbench.evaluating import LOG, Evaluations
+from workbench.execute import exclusive
 from workbench.settings import Evaluation
 
 LIMIT_S = 60.0
@@ -84,6 +85,28 @@ def test_the_user_s_stop_ends_the_process_and_the_next_run_takes_it_up(
     result = evaluations(timeout_s=0.3).complete(trial, before, never)
     assert time.monotonic() - started_s < LIMIT_S
     assert result["evaluation"]["tasks"]["piqa"]["reason"] == "resources.timeout (0.3 s) was reached"
+
+
+@pytest.mark.parametrize(("gpus", "seen"), [(("1", "GPU-3"), "1,GPU-3"), ((), ""), (None, "as it was")])
+def test_an_evaluation_sees_the_gpus_of_its_trial_alone(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[str, ...] | None, seen: str
+) -> None:
+    trial = write_trial(tmp_path / "t", corpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
+    instead(
+        monkeypatch, "import os; print('error: sees', os.environ['CUDA_VISIBLE_DEVICES'] + '|'); raise SystemExit(2)"
+    )
+    result = evaluations().complete(trial, stored(trial), never, gpus=gpus)
+    assert result["evaluation"]["tasks"]["piqa"]["reason"].endswith(f"error: sees {seen}|")
+
+
+def test_what_another_process_evaluates_is_left_to_it(tmp_path: Path, corpus: Path) -> None:
+    trial = write_trial(tmp_path / "t", corpus)
+    before = stored(trial)
+    with exclusive(trial):
+        assert evaluations().complete(trial, before, never) == before
+    assert "is being run by another process" in (trial / "logs" / LOG).read_text()
+    assert stored(trial) == before and not (trial / "evaluation.json").exists()
 
 
 def test_only_trials_that_are_done_and_lack_scores_are_evaluated(

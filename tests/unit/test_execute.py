@@ -19,7 +19,8 @@ import pytest
 from spes_core.config import DataConfig, ModelConfig, RunConfig, SyncConfig, to_dict
 from spes_core.runfile import RunFile
 from workbench import watch
-from workbench.execute import ExecutionSettings, TrialBusy, run_trial
+from workbench.errors import TrialBusy
+from workbench.execute import ExecutionSettings, run_trial
 from workbench.launch.forkserver import ForkLauncher
 from workbench.launch.launcher import Launcher, LaunchError, Running
 from workbench.processes import ProcessSpec

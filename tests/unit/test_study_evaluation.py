@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ class Recorded:
     def __init__(self, **settings: Any) -> None:
         self.tasks = settings["settings"].tasks
 
-    def complete(self, trial_dir: Path, result: dict[str, Any], stopped: Callable[[], bool]) -> dict[str, Any]:
+    def complete(
+        self, trial_dir: Path, result: dict[str, Any], stopped: Callable[[], bool], *, gpus: Sequence[str] | None
+    ) -> dict[str, Any]:
         self.completed.append(trial_dir.name)
         scored = result | {"metrics": result["metrics"] | {"lm_eval/sciq/acc": 0.25}}
         (trial_dir / "result.json").write_text(json.dumps(scored))

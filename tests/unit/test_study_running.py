@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.test_study_cli import ALL, Engine, cache, corpus, engine, study_file
 from workbench import budget, campaign
-from workbench.execute import TrialBusy
+from workbench.errors import TrialBusy
 from workbench.selection import is_selected, select
 from workbench.spec import read_study
 from workbench.study import main

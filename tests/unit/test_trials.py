@@ -141,6 +141,17 @@ def test_arm_that_repeats_an_earlier_one_is_refused(tmp_path: Path) -> None:
     assert mistake.startswith("FILE:8: arms.b resolves to runs that earlier arms already hold")
 
 
+@pytest.mark.parametrize(
+    "axis", ["data.max_repetition: [null, 0.1]", "data.text_field: [text, code]", "data.tokenizer: [bpe, /tokenizer]"]
+)
+def test_runs_on_corpora_that_are_prepared_otherwise_are_not_equal(tmp_path: Path, axis: str) -> None:
+    assert len(variants_of(tmp_path, f"arms: {{spes: {{method: spes}}}}\nsweep: {{grid: {{{axis}}}}}\n")) == 2
+    path, _, values = axis.partition(": ")
+    other = values.strip("[]").split(", ")[1]
+    arms = f"arms:\n  a: {{method: spes}}\n  b: {{method: spes, {path}: {other}}}\nequal: [model]\n"
+    assert len(variants_of(tmp_path, arms)) == 2
+
+
 def test_each_seed_reaches_its_config(tmp_path: Path) -> None:
     variants = variants_of(tmp_path, ARMS + "seeds: [7, 3]\n")
     assert {(variant.arm.name, variant.config.seed) for variant in variants} == {
