@@ -46,7 +46,11 @@ def prepare_at(asked: Preparation, place: Path | None, cache: Path | None, tell:
     folder = _cached(found, cache) if place is None else place.absolute()
     if place is not None and not str(place).isprintable():
         raise DataError(f"--out {str(place)!r} must be a name of printable characters in UTF-8; name another folder")
-    if place is not None and folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+    try:
+        taken = folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder])
+    except OSError as error:
+        raise DataError(f"the folder {folder} cannot be read ({error}); name another with --cache or --out") from error
+    if place is not None and taken:
         known = shards.read_header(folder).preparation_key if _is_sound(folder) else None
         if known != found.key:
             raise DataError(f"--out {place} holds something else; name another folder, or remove it")
