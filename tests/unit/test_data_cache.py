@@ -152,7 +152,7 @@ def test_a_command_that_cannot_be_carried_out_is_one_line_and_leaves_nothing(
 ) -> None:
     for arguments, message in (
         (["--out", f"{tmp_path}/b\udcffd"], "must be a name of printable characters in UTF-8"),
-        (["--out", f"{tmp_path}/{'a' * 300}"], r"cannot be written \(.*File name too long"),
+        (["--out", f"{tmp_path}/{'a' * 300}"], r"cannot be read \(.*File name too long"),
         (["--vocab-size", "99999999999"], "must be at most 1048576 with tokenizer bpe"),
     ):
         assert tokenize.main([str(corpus), "--cache", str(tmp_path / "cache"), *arguments]) == 2
