@@ -38,7 +38,8 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.path} {self.message}" if self.path else self.message
+        text = f"{self.path} {self.message}" if self.path else self.message
+        return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 class ConfigError(SpesError, ValueError):

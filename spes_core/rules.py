@@ -78,6 +78,9 @@ NOT_NEGATIVE = (
 )
 
 
+MOST_TRAINED_IDS = 1 << 20
+"""Largest vocabulary that is trained: the library reserves memory for as many as are asked for."""
+
 _DOTTED = re.compile(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*")
 
 
@@ -121,7 +124,7 @@ def _with_defaults(config: RunConfig, paths: Collection[str]) -> RunConfig:
         group, dot, name = path.partition(".")
         value = getattr(defaults, group)
         if dot:
-            name = name.partition(".")[0]  # of a setting that is a mapping, all of it
+            name = name.partition(".")[0]  # of a part of a setting, such as one domain, the whole
             value = replace(getattr(config, group), **{name: getattr(value, name)})
         config = replace(config, **{group: value})
     return config
@@ -164,7 +167,7 @@ def _data_ranges(data: DataConfig) -> Iterator[Problem]:
         yield Problem("data.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
     for name, domain in data.domains.items():
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            yield Problem(f"data.domains.{name}", "must have a name of letters, digits, _ and -")
+            yield Problem(f"data.domains.{name}", "must have a name of ASCII letters, digits, _ and -")
         if not domain.corpus.strip():
             yield Problem(f"data.domains.{name}.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
     if not data.tokenizer.strip():
@@ -177,6 +180,8 @@ def _data_ranges(data: DataConfig) -> Iterator[Problem]:
         yield Problem("data.validation_fraction", f"({fraction:g}) must lie between 0 and 1, both excluded")
     if (size := data.tokenizer_vocab_size) < 257:
         yield Problem("data.tokenizer_vocab_size", f"({size}) must be at least 257: 256 bytes and the end of text")
+    elif data.tokenizer == "bpe" and size > MOST_TRAINED_IDS:
+        yield Problem("data.tokenizer_vocab_size", f"({size}) must be at most {MOST_TRAINED_IDS} with tokenizer bpe")
 
 
 def _model_rules(config: RunConfig) -> Iterator[Problem]:

@@ -27,6 +27,10 @@ PREFIX = "lm_eval/"
 """Begins the name of every score among the metrics of a result: lm_eval/<task>/<metric>."""
 Entry = dict[str, Any]
 _LONGEST_REASON = 400
+_OF_DONE = {
+    *("metrics", "chance", "n", "requests", "truncated"),
+    *("limit", "source", "dtype", "context", "lm_eval", "split"),
+}
 
 
 def weights_files(trial_dir: Path) -> list[Path]:
@@ -51,10 +55,10 @@ class ScoreBook:
 
     def __init__(self, folder: Path, file: str, weights: Mapping[str, str]) -> None:
         self._folder, self._file, self._weights = folder, file, dict(weights)
-        stored = read_mapping(folder / file)
+        stored = read_scores(folder / file)
         is_same = stored.get("weights") == self._weights
-        self.entries: dict[str, Entry] = dict(stored.get("tasks") or {}) if is_same else {}
-        self._shown: list[str] = list(stored.get("shown") or ()) if is_same else []
+        self.entries: dict[str, Entry] = stored["tasks"] if is_same else {}
+        self._shown: list[str] = stored["shown"] if is_same else []
 
     def lacking(self, tasks: Iterable[Task], settings: Evaluation, *, again: bool) -> list[Task]:
         """The leaves of ``tasks`` without an entry under their present key, each once.
@@ -105,6 +109,43 @@ class ScoreBook:
         scored = with_scores(result, content)
         if result and list(scored.items()) != list(result.items()):
             write_json(self._folder / "result.json", scored)
+
+
+def read_scores(path: Path) -> dict[str, Any]:
+    """A stored evaluation.json; {} when there is none. What only a hand could have torn counts as not scored."""
+    stored = read_mapping(path)
+    tasks, shown, weights = (stored.get(key) for key in ("tasks", "shown", "weights"))
+    if not (isinstance(tasks, dict) and isinstance(shown, list) and isinstance(weights, dict)):
+        return {}
+    whole = {label: entry for label, entry in tasks.items() if _is_whole(entry)}
+    return stored | {"tasks": whole, "shown": [label for label in shown if isinstance(label, str)]}
+
+
+def _is_whole(entry: object) -> bool:
+    """Whether a stored entry has what is read of it, and only numbers that JSON knows."""
+    if not isinstance(entry, dict) or not {"name", "shots", "version", "headline", "status"} <= entry.keys():
+        return False
+    if entry["status"] != "done":
+        return isinstance(entry.get("reason"), str) and ("key" in entry or "parts" in entry)
+    metrics = entry.get("metrics")
+    return (
+        entry.keys() >= _OF_DONE
+        and ("key" in entry or "parts" in entry)
+        and isinstance(metrics, dict)
+        and all(isinstance(entry[count], int) for count in ("n", "requests", "truncated"))
+        and _is_number_or_none(entry["chance"])
+        and all(
+            isinstance(metric, dict)
+            and metric.keys() >= {"value", "stderr", "higher_is_better"}
+            and metric["value"] is not None
+            and all(_is_number_or_none(metric[key]) for key in ("value", "stderr"))
+            for metric in metrics.values()
+        )
+    )
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and math.isfinite(value))
 
 
 def copy_of(task: Task, data_dir: Path | None) -> Copy | None:
@@ -187,7 +228,7 @@ def with_scores(result: dict[str, Any], evaluation: Mapping[str, Any]) -> dict[s
     for label, entry in shown.items():
         for name, metric in (entry.get("metrics") or {}).items():
             for suffix, value in (("", metric["value"]), ("_stderr", metric["stderr"])):
-                if value is not None and math.isfinite(value):
+                if value is not None:
                     metrics[f"{PREFIX}{label}/{name}{suffix}"] = value
     scored = {key: metrics if key == "metrics" else value for key, value in bare.items()}
     return scored | {"evaluation": {"weights": evaluation["weights"], "tasks": shown}} if shown else scored

@@ -250,11 +250,18 @@ def go_offline() -> None:
 
 
 def _metrics(results: dict[str, Any], higher: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By name ("acc", or "exact_match.flexible-extract" behind a filter): value, standard error, direction."""
-    metrics = {}
+    """By name ("acc", or "exact_match.flexible-extract" behind a filter): value, standard error, direction.
+
+    What is not finite is left out. Raises DataError when nothing else is there.
+    """
+    metrics: dict[str, dict[str, Any]] = {}
+    not_finite = []
     for key, value in results.items():
         name, comma, sieve = key.partition(",")
         if not comma or name.endswith("_stderr") or not isinstance(value, int | float):
+            continue
+        if not math.isfinite(value):
+            not_finite.append(f"{name} {value}")
             continue
         error = results.get(f"{name}_stderr,{sieve}")
         is_number = isinstance(error, int | float) and math.isfinite(error)
@@ -264,6 +271,8 @@ def _metrics(results: dict[str, Any], higher: dict[str, Any]) -> dict[str, dict[
             "stderr": float(error) if is_number and error is not None else None,
             "higher_is_better": bool(higher.get(name, True)),
         }
+    if not_finite and not metrics:
+        raise DataError(f"its scores are not finite numbers ({', '.join(not_finite)}): the model's outputs overflow")
     return metrics
 
 

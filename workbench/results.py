@@ -15,9 +15,9 @@ from spes_core.config import RunConfig, to_dict
 from spes_core.model import counting
 from spes_core.runfile import RunFile
 from workbench.curves import train_curve, validated_domains, validation_curve
-from workbench.durable import read_json, read_mapping
+from workbench.durable import read_json
 from workbench.evaluating_scores import FILE as EVALUATION
-from workbench.evaluating_scores import with_scores
+from workbench.evaluating_scores import read_scores, with_scores
 from workbench.metrics import is_metric
 from workbench.plan import round_transfer_s
 from workbench.recording import Recording, largest, last, mean_of, total
@@ -80,7 +80,7 @@ def build_result(trial_dir: Path) -> dict[str, Any]:
         "provenance": about["provenance"],
     }
     cleaned: dict[str, Any] = _without_non_finite(result)
-    return with_scores(cleaned, read_mapping(trial_dir / EVALUATION))
+    return with_scores(cleaned, read_scores(trial_dir / EVALUATION))
 
 
 def compute_metrics(

@@ -187,6 +187,8 @@ def _read_all(kind: type[T], tree: Tree, prefix: str, problems: list[Problem]) -
             problems += error.problems
             for problem in error.problems:
                 path = problem.path.removeprefix(prefix).lstrip(".").split("[")[0]
+                while path and lookup(tree, path, tree) is tree:  # missing, so what lacks it cannot be read
+                    path = path.rpartition(".")[0]
                 tree = without(tree, path)
             if kind is StudyKeys:
                 tree = merge({"schema": 1, "name": "unnamed", "question": "", "arms": {}}, tree)

@@ -108,6 +108,9 @@ class Store:
         from mlflow.tracking import MlflowClient
 
         self._lock_path = lock
+        if artifact_location is not None:
+            # Else MLflow sets the folder's path into SQL as it is, where a quote ends the text; a URL has none.
+            os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = artifact_location
         with self._alone():
             self._client = MlflowClient(tracking_uri=tracking_uri)
             if rebuild:

@@ -26,6 +26,7 @@ _CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
 _SIDE_FILES = (*_CONFIGS, "chat_template.jinja", "added_tokens.json")
 _SOURCES = ("tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt", "sentencepiece.bpe.model")
 _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[EOS]")
+_MOST_IDS = 1 << 24
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -47,7 +48,9 @@ def read(given: str) -> Vocabulary:
     tokenizer.encode_special_tokens = True
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if not 0 < size <= _MOST_IDS:
+        raise DataError(f"{_shown(given)} has {size} ids; give a tokenizer with 1 to {_MOST_IDS} of them")
     end = _end_of_text(given, files, tokenizer)
     return Vocabulary(
         tokenizer=tokenizer,
@@ -108,9 +111,9 @@ def _end_of_text(given: str, files: tuple[Path, ...], tokenizer: Tokenizer) -> i
     """The id that ends a document: what the folder names as its eos_token, or else a usual name of one."""
     for path in files:
         token = _named_end(path)
-        if isinstance(token, int):
+        if isinstance(token, int) and tokenizer.id_to_token(token) is not None:
             return token
-        if token is not None and (index := tokenizer.token_to_id(token)) is not None:
+        if isinstance(token, str) and (index := tokenizer.token_to_id(token)) is not None:
             return int(index)
     special = [token.content for _, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special]
     for usual in _USUAL_ENDS:
@@ -137,6 +140,8 @@ def _named_end(path: Path) -> str | int | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict):
         return None
     if path.name == shards.HEADER:
         index = content.get("end_of_text_id")

@@ -45,7 +45,13 @@ def prepare_at(asked: Preparation, place: Path | None, cache: Path | None, tell:
     """
     found = asked.find()
     folder = _cached(found, cache) if place is None else place.absolute()
-    if place is not None and folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
+    if place is not None and not str(place).isprintable():
+        raise DataError(f"--out {str(place)!r} must be a name of printable characters in UTF-8; name another folder")
+    try:
+        taken = folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder])
+    except OSError as error:
+        raise DataError(f"the folder {folder} cannot be read ({error}); name another with --cache or --out") from error
+    if place is not None and taken:
         known = shards.read_header(folder).preparation_key if _is_sound(folder) else None
         if known != found.key:
             raise DataError(f"--out {place} holds something else; name another folder, or remove it")
@@ -59,32 +65,36 @@ def default_cache() -> Path:
 
 def write_once(folder: Path, found: FoundCorpora, tell: Progress) -> Path:
     """Write the folder unless it is there, waiting for another process that does. Raises DataError."""
-    from spes_core.data.encode import write_folder  # numpy: not needed to find what is there
-
     if _is_sound(folder):
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(f"{folder.name}.lock"), tell):
+            if not _is_sound(folder):
+                _write(folder, found, tell)
     except OSError as error:
         raise DataError(
-            f"the cache {folder.parent} cannot be created ({error}); name another with --cache or --out"
+            f"the folder {folder} cannot be written ({error}); free space there, or name another with --cache or --out"
         ) from error
-    with _locked(folder.with_name(f"{folder.name}.lock"), tell):
-        if _is_sound(folder):
-            return folder
-        part = folder.with_name(f"{folder.name}.{found.key}.part")
-        for left in folder.parent.glob(f"{escape(folder.name)}.*.part"):
-            if left != part:  # of other text or settings, which must not be gone on from
-                shutil.rmtree(left)
-        part.mkdir(exist_ok=True)  # or what a killed process left: nobody else holds the lock
-        try:
-            write_folder(part, found, tell)
-            _require_unchanged(found)
-            _publish(part, folder)
-        except Exception:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
     return folder
+
+
+def _write(folder: Path, found: FoundCorpora, tell: Progress) -> None:
+    """The same for the holder of the lock: what fails leaves nothing, what is killed is gone on from."""
+    from spes_core.data.encode import write_folder  # numpy: not needed to find what is there
+
+    part = folder.with_name(f"{folder.name}.{found.key}.part")
+    for left in folder.parent.glob(f"{escape(folder.name)}.*.part"):
+        if left != part:  # of other text or settings, which must not be gone on from
+            shutil.rmtree(left)
+    part.mkdir(exist_ok=True)  # or what a killed process left: nobody else holds the lock
+    try:
+        write_folder(part, found, tell)
+        _require_unchanged(found)
+        _publish(part, folder)
+    except Exception:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -142,8 +143,22 @@ def test_kill_9_leaves_nothing_that_is_mistaken_for_complete(
 
 def test_a_cache_that_cannot_be_made_names_the_option(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"the cache .*file/cache cannot be created .*--cache"):
+    with pytest.raises(DataError, match=r"the folder .*file/cache/\w+ cannot be written .*--cache"):
         tokenize.prepare(config_for(corpus), tmp_path / "file" / "cache")
+
+
+def test_a_command_that_cannot_be_carried_out_is_one_line_and_leaves_nothing(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, message in (
+        (["--out", f"{tmp_path}/b\udcffd"], "must be a name of printable characters in UTF-8"),
+        (["--out", f"{tmp_path}/{'a' * 300}"], r"cannot be read \(.*File name too long"),
+        (["--vocab-size", "99999999999"], "must be at most 1048576 with tokenizer bpe"),
+    ):
+        assert tokenize.main([str(corpus), "--cache", str(tmp_path / "cache"), *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.fullmatch(f"error: .*{message}.*", line), line
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_prints_the_folder_last_and_reports_what_was_left_out(

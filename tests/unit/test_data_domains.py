@@ -222,6 +222,23 @@ def test_a_study_file_names_domains_and_their_mistakes(tmp_path: Path) -> None:
     assert Corpus.of(variant.config.data).path == "code, wiki"
     with pytest.raises(StudyError, match=r"data\.domains\.wiki\.corpsu is not a setting; did you mean .corpus"):
         expand(read_study(path, ["+run.data.domains.wiki.corpsu=x"]))
+    path.write_text(
+        path.read_text()
+        .replace("code: {corpus: stdlib, weight: 1}", '"c/d": {corpus: x, weight: 1}')
+        .replace("wiki: {corpus: wiki.jsonl,", "a.b: {corpus: x}\n      ü: {corpus: x, weight: 1}\n      wiki: {")
+    )
+    assert [line.partition("mixture.yaml:")[2] for line in read_study(path).mistakes] == [
+        "9: run.data.domains.a.b is not a setting; valid names: corpus, weight",
+        "9: run.data.domains.a.corpus is missing",
+        "11: run.data.domains.wiki.corpus is missing",
+    ]
+    path.write_text(path.read_text().replace("a.b:", "ab:").replace("wiki: {", "wiki: {corpus: x,"))
+    with pytest.raises(StudyError) as told:
+        expand(read_study(path))
+    assert [line.partition(" must ")[0].partition("mixture.yaml:")[2] for line in told.value.mistakes] == [
+        "8: run.data.domains.c/d",
+        "10: run.data.domains.ü",
+    ]
 
 
 def test_a_pattern_names_several_files_in_order(tmp_path: Path) -> None:
@@ -242,9 +259,12 @@ def test_domains_of_the_shared_text_become_one_folder(shared_data: Path, tmp_pat
 
 
 def test_names_that_no_metric_could_carry_are_refused() -> None:
-    data = DataConfig(domains={"a b": DomainConfig(corpus="x"), "c": DomainConfig(corpus=" ")}, tokenizer=" ")
-    assert [problem.path for problem in check(RunConfig(data=data))] == [
-        "data.domains.a b",
+    domains = {name: DomainConfig(corpus="x") for name in ("a b", "a.b", "..", "", "d\ne")}
+    data = DataConfig(domains={**domains, "c": DomainConfig(corpus=" ")}, tokenizer=" ")
+    problems = check(RunConfig(data=data))
+    assert not any("\n" in str(problem) for problem in problems)
+    assert [problem.path for problem in problems] == [
+        *(f"data.domains.{name}" for name in domains),
         "data.domains.c.corpus",
         "data.tokenizer",
     ]

@@ -151,6 +151,11 @@ def test_tokenizers_that_cannot_be_used_are_one_clear_error(
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    for name, content in (("none", "{}"), ("far", '{"a": 4000000000}')):
+        (tmp_path / name).mkdir()
+        model = f'{{"version": "1.0", "model": {{"type": "BPE", "vocab": {content}, "merges": []}}}}'
+        (tmp_path / name / "tokenizer.json").write_text(model)
+        (tmp_path / name / "tokenizer_config.json").write_text("[]")
     words = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "[EOS]": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizers_made.save(words, tmp_path / "words", eos_token="[EOS]")
@@ -158,6 +163,8 @@ def test_tokenizers_that_cannot_be_used_are_one_clear_error(
         (tmp_path / "empty", "holds no tokenizer; give a folder with tokenizer.json"),
         (tmp_path / "broken", "cannot be read"),
         (tmp_path / "words", "does not say which bytes its tokens stand for"),
+        (tmp_path / "none", r"has 0 ids; give a tokenizer with 1 to"),
+        (tmp_path / "far", r"has 4000000001 ids; give"),
         (tmp_path / "absent", "must be bpe, bytes, or a folder with a Hugging Face tokenizer"),
     ):
         with pytest.raises(DataError, match=message):

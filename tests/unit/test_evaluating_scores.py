@@ -14,7 +14,7 @@ pytest.importorskip("lm_eval", reason="needs the evaluation extra")
 
 from tests.small_trials import write_tasks
 from workbench.durable import write_json
-from workbench.evaluating_scores import FILE, ScoreBook, group_entry, over_nodes, with_scores
+from workbench.evaluating_scores import FILE, ScoreBook, group_entry, over_nodes, read_scores, with_scores
 from workbench.evaluating_tasks import resolve
 from workbench.metrics import is_metric
 from workbench.settings import Evaluation
@@ -96,6 +96,35 @@ def test_scores_are_kept_exactly_as_long_as_nothing_that_decides_them_changes(tm
     assert lacking(settings) == ["arc_easy"]
     stored = json.loads((tmp_path / FILE).read_text())
     assert len(stored["tasks"]["piqa"]["reason"]) <= 400 and "\n" not in stored["tasks"]["piqa"]["reason"]
+
+
+@pytest.mark.parametrize("hand", ["nan", "text", "number", "no metrics", "no tasks", "no list", "no weights"])
+def test_what_a_hand_has_torn_counts_as_not_scored(tmp_path: Path, hand: str) -> None:
+    tasks = resolve(["arc_easy", "piqa"])
+    book = ScoreBook(tmp_path, FILE, {"final.safetensors": "a"})
+    for task in tasks:
+        book.add(task, Evaluation(), entry(0.3, 0.1))
+    book.show(tasks)
+    book.store(into_result=False)
+    content = json.loads((tmp_path / FILE).read_text())
+    scored = content["tasks"]
+    {
+        "nan": lambda: scored["arc_easy"]["metrics"]["acc"].update(value=math.nan),
+        "text": lambda: scored["arc_easy"]["metrics"]["acc"].update(stderr="x"),
+        "number": lambda: scored.update(arc_easy=3),
+        "no metrics": lambda: scored["arc_easy"].pop("metrics"),
+        "no tasks": lambda: content.update(tasks=[1]),
+        "no list": lambda: content.update(shown=5),
+        "no weights": lambda: content.pop("weights"),
+    }[hand]()
+    (tmp_path / FILE).write_text(json.dumps(content))
+    torn = [
+        task.label for task in tasks if (hand.startswith("no ") and hand != "no metrics") or task.label == "arc_easy"
+    ]
+    book = ScoreBook(tmp_path, FILE, {"final.safetensors": "a"})
+    assert [task.label for task in book.lacking(tasks, Evaluation(), again=False)] == torn
+    shown = with_scores({"metrics": {}}, read_scores(tmp_path / FILE)).get("evaluation", {"tasks": {}})["tasks"]
+    assert set(shown) == {task.label for task in tasks} - set(torn)
 
 
 def test_a_result_takes_scores_in_once_and_lets_them_go_again(tmp_path: Path) -> None:

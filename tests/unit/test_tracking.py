@@ -153,7 +153,7 @@ def test_the_experiment_of_a_study_is_restored_when_it_was_deleted(results_dir: 
 
 def test_a_mirror_makes_store_and_artifacts_in_any_folder_and_catches_up(tmp_path: Path, warnings: list[str]) -> None:
     """Also past a result that is broken: one warning, and the others are mirrored."""
-    results_dir = tmp_path / "100% réssultats? #1"
+    results_dir = tmp_path / "100% 'réssultats'? :#1 \"x\""
     broken = write_trial(results_dir, make_result("a-broken"))
     (broken / "result.json").write_text("{")
     write_trial(results_dir, make_result("missed by the last mirror"))
