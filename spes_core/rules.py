@@ -166,8 +166,9 @@ def _data_ranges(data: DataConfig) -> Iterator[Problem]:
     if not data.corpus.strip():
         yield Problem("data.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
     for name, domain in data.domains.items():
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            yield Problem(f"data.domains.{name}", "must have a name of ASCII letters, digits, _ and -")
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,79}", name):
+            message = "must have a name of at most 80 ASCII letters, digits, _ and -, with no - at its beginning"
+            yield Problem(f"data.domains.{name}", message)
         if not domain.corpus.strip():
             yield Problem(f"data.domains.{name}.corpus", '("") must name a corpus: stdlib, or a file or folder of text')
     if not data.tokenizer.strip():

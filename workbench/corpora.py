@@ -53,9 +53,9 @@ def prepare_corpus(corpus: Corpus) -> PreparedCorpus:
     if found := find_corpus(corpus):
         return found
     command = [sys.executable, "-c", _TOKENIZE]
-    command += [word for name, source in corpus.domains for word in ("--domain", f"{name}={source}")]
-    command += [] if corpus.domains else ["--corpus", corpus.path]
-    command += ["--tokenizer", corpus.tokenizer, "--text-field", corpus.text_field]
+    command += [f"--domain={name}={source}" for name, source in corpus.domains]
+    command += [] if corpus.domains else [f"--corpus={corpus.path}"]
+    command += [f"--tokenizer={corpus.tokenizer}", f"--text-field={corpus.text_field}"]
     command += [] if corpus.max_repetition is None else ["--max-repetition", repr(corpus.max_repetition)]
     command += ["--vocab-size", str(corpus.tokenizer_vocab_size)]
     command += ["--validation-fraction", str(corpus.validation_fraction)]

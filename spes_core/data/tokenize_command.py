@@ -32,6 +32,7 @@ def run(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, SpesError) else 1
     except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
         return 130
     _describe(header)
     print(folder)

@@ -259,7 +259,7 @@ def test_domains_of_the_shared_text_become_one_folder(shared_data: Path, tmp_pat
 
 
 def test_names_that_no_metric_could_carry_are_refused() -> None:
-    domains = {name: DomainConfig(corpus="x") for name in ("a b", "a.b", "..", "", "d\ne")}
+    domains = {name: DomainConfig(corpus="x") for name in ("a b", "a.b", "..", "", "d\ne", "-e", "f" * 81)}
     data = DataConfig(domains={**domains, "c": DomainConfig(corpus=" ")}, tokenizer=" ")
     problems = check(RunConfig(data=data))
     assert not any("\n" in str(problem) for problem in problems)
