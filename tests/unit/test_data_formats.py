@@ -113,7 +113,7 @@ def test_several_sources_become_one_folder_where_one_asks_for_it(
         (["a", "--domain", "b=c"], "--domain must not be given beside other sources"),
         (["--workers", "0"], "--workers (0) must be at least 1"),
         (["hf:"], 'data.corpus ("hf:") must be hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT'),
-        (["--domain", "a b=c"], "data.domains.a b must have a name of ASCII letters"),
+        (["--domain", "a b=c"], "data.domains.a b must have a name of at most 80 ASCII letters"),
         (["--max-repetition", "2"], "data.max_repetition (2) must lie between 0 and 1"),
         (["--tokenizer", "/no/such"], 'data.tokenizer ("/no/such") must be bpe, bytes, or a folder'),
     ],
