@@ -103,7 +103,7 @@ def test_a_slow_node_sends_what_it_has_and_counts_by_its_tokens(tmp_path: Path) 
 
 @pytest.mark.parametrize("codec", ["float32", "int8"])
 def test_a_late_node_drops_its_round_and_goes_on_from_a_snapshot(codec: str, tmp_path: Path) -> None:
-    config = tiny(round={"quorum": 0.5, "timeout_s": 0.3}, wire={"dtype": codec})
+    config = tiny(round={"quorum": 0.5, "timeout_s": 1.2}, wire={"dtype": codec})
     closed, caught_up = threading.Event(), threading.Event()
 
     def first(step: int) -> None:
@@ -135,7 +135,7 @@ def test_a_late_node_drops_its_round_and_goes_on_from_a_snapshot(codec: str, tmp
 def test_experts_of_a_lost_node_are_trained_by_others_until_it_is_back(codec: str, frozen: str, tmp_path: Path) -> None:
     config = tiny(
         budget_tokens=20 * 8 * 16,
-        round={"quorum": 0.5, "timeout_s": 0.3, "reassign_after": 1},
+        round={"quorum": 0.5, "timeout_s": 1.2, "reassign_after": 1},
         wire={"dtype": codec},
         frozen={"dtype": frozen},
     )
