@@ -12,7 +12,7 @@ from workbench.errors import StudyError
 from workbench.schema import study_schema
 from workbench.spec import is_null_a_value, read_study
 from workbench.store import StudyFolder
-from workbench.trials import expand
+from workbench.trials import Trial, expand, identify
 
 BASE = """\
 schema: 1
@@ -82,20 +82,22 @@ def mistakes(path: Path, *overrides: str) -> list[str]:
     return [mistake.replace(f"{path.parent}/", "") for mistake in caught.value.mistakes]
 
 
-def ids(path: Path, *overrides: str) -> list[tuple[str, str, int]]:
-    return [(trial.id, trial.name, trial.seed) for trial in expand(read_study(path, overrides))]
+def trials_of(path: Path, *overrides: str) -> list[Trial]:
+    study = read_study(path, overrides)
+    return identify(study, expand(study), lambda corpus: "d1")
 
 
 def test_trials_are_those_of_the_study_written_out_in_full(own: Path) -> None:
     own.write_text(OWN + CHANGES)
     whole = own.with_name("whole.yaml")
     whole.write_text(WHOLE)
-    assert read_study(own).composition.tree == read_study(whole).composition.tree
-    assert ids(own) == ids(whole)
-    assert len(ids(own)) == 3
+    plain = trials_of(own)
+    assert [trial.arm for trial in plain] == ["centralized", "spes", "spes"]
+    assert plain == trials_of(whole)
     overrides = ("run.nodes=4", "model=tiny", "+arms.local.method=local", "seeds=[7]")
-    assert ids(own, *overrides) == ids(whole, *overrides)
-    assert {seed for _, _, seed in ids(own, *overrides)} == {7}
+    overridden = trials_of(own, *overrides)
+    assert overridden == trials_of(whole, *overrides)
+    assert {(trial.seed, trial.config.nodes) for trial in overridden if trial.arm == "spes"} == {(7, 4)}
 
 
 def test_what_is_extended_may_extend_and_later_files_of_a_list_win(own: Path) -> None:
@@ -134,10 +136,11 @@ def test_a_broken_rule_is_told_where_the_last_word_was_said(own: Path) -> None:
 
 def test_a_null_that_takes_nothing_away_is_refused_with_the_nearest_name(own: Path) -> None:
     own.write_text(OWN + "arms: {dilco: null}\nrun:\n  nods: null\n  sync: {interval_steps: null}\n")
+    rule = "takes nothing away: no file that this one extends sets it"
     assert mistakes(own) == [
-        'own.yaml:4: arms.dilco (null) takes nothing away: no file that this one extends sets it; did you mean "dilico"?',
-        'own.yaml:6: run.nods (null) takes nothing away: no file that this one extends sets it; did you mean "nodes"?',
-        "own.yaml:7: run.sync.interval_steps (null) takes nothing away: no file that this one extends sets it",
+        f'own.yaml:4: arms.dilco (null) {rule}; did you mean "dilico"?',
+        f'own.yaml:6: run.nods (null) {rule}; did you mean "nodes"?',
+        f"own.yaml:7: run.sync.interval_steps (null) {rule}",
     ]
 
 
@@ -167,7 +170,7 @@ def test_name_and_question_are_the_studys_own(own: Path) -> None:
         ("bse.yaml", 'own.yaml:3: extends (bse.yaml) names no file in FOLDER; did you mean "base.yaml"?'),
         (
             "[base.yaml, gone/x.yaml]",
-            "own.yaml:3: extends[1] (gone/x.yaml) names no file: there is no folder FOLDER/gone",
+            "own.yaml:3: extends[1] (gone/x.yaml) names no file: there is no folder gone",
         ),
         ("3", "own.yaml:3: extends (3) must be the path of a study file, as seen from this one, or a list of them"),
         (
@@ -204,7 +207,7 @@ def test_the_stored_study_holds_what_was_run(own: Path, tmp_path: Path) -> None:
     own.write_text(OWN + CHANGES)
     study = read_study(own, ["run.budget_tokens=50_000"])
     folder = StudyFolder(tmp_path / "results")
-    folder.write_study(study, expand(study), "command", {})
+    folder.write_study(study, identify(study, expand(study), lambda corpus: "d1"), "command", {})
     stored = yaml.safe_load((folder.path / "study.json").read_text())
     assert [Path(path).name for path in stored["extends"]] == ["base.yaml"]
     assert stored["composed"]["run"]["budget_tokens"] == 50_000
