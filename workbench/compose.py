@@ -1,15 +1,15 @@
 """A study file, its Hydra config groups and the command line's overrides, composed into one tree.
 
-Order of precedence, lowest first: groups named in ``defaults``, the file itself, overrides; and under each arm the
-group ``method/<its method>``, the arm's own keys, overrides. Each value's origin stays known, so that a mistake found
-later is reported where it was made.
+Order of precedence, lowest first: groups named in ``defaults``, what the file extends, the file itself, overrides;
+and under each arm the group ``method/<its method>``, the arm's own keys, overrides. Each value's origin stays known, so
+that a mistake found later is reported where it was made.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from workbench.errors import StudyError
 from workbench.groups import CONF, group_line, group_names, group_options, header_package, wrong_choice
-from workbench.trees import Tree, covers, lookup, merge, nest
-from workbench.yamlsource import Source, read_yaml
+from workbench.studyfile import StudyFile, read_study_file
+from workbench.trees import Tree, covers, lookup, nested
+from workbench.yamlsource import Source
 
 _PRIMARY = "workbench_study"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]*")
@@ -38,7 +39,7 @@ class Composition:
     """The composed study as plain data, and where each part of it comes from."""
 
     tree: Tree
-    source: Source
+    source: StudyFile
     overrides: tuple[Override, ...]
     groups: Mapping[str, str]
     """Group choices by the path that the group's settings land under: {"run.model": "model/tiny"}."""
@@ -52,9 +53,8 @@ class Composition:
         while path:
             if found := self.written(path):
                 return found
-            below = (line for key, line in self.source.lines.items() if key.startswith(f"{path}."))
-            if line := min(below, default=None):
-                return f"{self.source.path}:{line}"
+            if found := self.source.first_below(path):
+                return found
             path = path.rpartition("[" if path.endswith("]") else ".")[0]
         return self.source.path
 
@@ -62,38 +62,37 @@ class Composition:
         """Where exactly this setting was written; None when its value is a default."""
         for override in reversed(self.overrides):
             key = override.key_or_group
-            below = covers(path, key) and path not in self.source.lines
+            below = covers(path, key) and path not in self.source.places
             if key == path or below or (covers(key, path) and _has(override.value(), path[len(key) + 1 :])):
                 return f"override {override.input_line}"
-        if path in self.source.lines:
-            return f"{self.source.path}:{self.source.lines[path]}"
+        if place := self.source.where(path):
+            return place
         for package, choice in self.groups.items():
             if covers(package, path) and (line := group_line(choice, path[len(package) + 1 :])):
                 return line
         return None
 
 
-def compose_study(path: Path, overrides: Sequence[str] = ()) -> Composition:
-    """Compose the study at ``path``.
+def compose_study(path: Path, overrides: Sequence[str], is_null_a_value: Callable[[str], bool]) -> Composition:
+    """Compose the study at ``path``; ``is_null_a_value``: see `studyfile.read_study_file`.
 
     Raises StudyError when there is nothing to compose: no readable file, or an override that Hydra cannot apply.
     """
-    source = read_yaml(path)
+    source = read_study_file(path, is_null_a_value)
     mistakes, broken = list(source.mistakes), list(source.broken)
     parsed = _parse(overrides, mistakes, broken)
-    defaults = _defaults(source, mistakes, broken)
-    document = _with_nested_keys(source)
+    defaults = _all_defaults(source, mistakes, broken)
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base=None, config_dir=str(CONF)):
         texts = [_for_hydra(override, [group for group, _ in defaults]) for override in parsed]
         # The first pass finds the arms and their methods; the second puts each method's group under its arm.
-        tree, _ = _compose(source, document, defaults, texts, mistakes)
+        tree, _ = _compose(source, defaults, texts, mistakes)
         draft = Composition(tree=tree, source=source, overrides=parsed, groups={})
         methods = _methods(draft, mistakes)
         arms = [(f"method@arms.{arm}", method) for arm, method in methods.items()]
         # "+key" has been checked by the first pass; what it adds may now be in a method's group.
         texts = [f"+{text}" if _adds_setting(override) else text for text, override in zip(texts, parsed, strict=True)]
-        tree, choices = _compose(source, document, [*defaults, *arms], texts, mistakes)
+        tree, choices = _compose(source, [*defaults, *arms], texts, mistakes)
     GlobalHydra.instance().clear()
     for name in _arms_of(tree).keys() - methods.keys():
         _arms_of(tree)[name].pop("method", None)  # it has been refused; the typed reader need not do so again
@@ -130,6 +129,8 @@ def _wrong_override(override: Override) -> str | None:
     key = override.key_or_group
     if override.is_sweep_override():
         return f"to sweep over values, write sweep.grid.{key.removeprefix('run.')}=[value,value]"
+    if key == "extends":
+        return "what a study extends is read from its file alone"
     if key == "method":
         return "each arm has its own method; write arms.NAME.method=... or run.method=..."
     if key in group_names() and not override.is_delete():
@@ -155,6 +156,17 @@ def _package(group: str) -> str:
     """Where the settings of a group go, to which a choice was refused; another key is its own place."""
     close = difflib.get_close_matches(group, group_names(), n=1)
     return header_package(close[0], group_options(close[0])[0]) if close else group or "run"
+
+
+def _all_defaults(study: StudyFile, mistakes: list[str], broken: list[str]) -> list[tuple[str, str]]:
+    """The groups that the study's files choose: a choice replaces that of the same group in a file below."""
+    pairs: dict[str, str] = {}
+    for index, source in enumerate(study.sources):
+        if index and "defaults" in source.data and source.data["defaults"] is None:
+            pairs = {}
+        else:
+            pairs |= _defaults(source, mistakes, broken)
+    return list(pairs.items())
 
 
 def _defaults(source: Source, mistakes: list[str], broken: list[str]) -> list[tuple[str, str]]:
@@ -214,11 +226,11 @@ def _arms_of(tree: Tree) -> dict[str, Tree]:
 
 
 def _compose(
-    source: Source, document: Tree, defaults: list[tuple[str, str]], overrides: list[str], mistakes: list[str]
+    source: StudyFile, defaults: list[tuple[str, str]], overrides: list[str], mistakes: list[str]
 ) -> tuple[Tree, dict[str, str]]:
     """One pass of Hydra: the composed plain tree and the group choices that it made."""
     listed = [{group: option} for group, option in defaults]
-    ConfigStore.instance().store(name=_PRIMARY, node={**document, "defaults": [*listed, "_self_"]})
+    ConfigStore.instance().store(name=_PRIMARY, node={**source.document, "defaults": [*listed, "_self_"]})
     try:
         composed = compose(_PRIMARY, overrides=overrides, return_hydra_config=True)
         choices = {str(key): str(value) for key, value in composed.hydra.runtime.choices.items()}
@@ -231,7 +243,7 @@ def _compose(
     return {str(key): value for key, value in tree.items()}, choices
 
 
-def _composition_mistake(source: Source, overrides: list[str], error: Exception) -> str:
+def _composition_mistake(source: StudyFile, overrides: list[str], error: Exception) -> str:
     blamed = [text for text in overrides if text.lstrip("+~").split("=")[0] in str(error)]
     place = f"override {blamed[0].removeprefix('++')}" if blamed else source.path
     return f"{place}: {_reason(error)}"
@@ -247,27 +259,9 @@ def _packages(choices: dict[str, str]) -> dict[str, str]:
     return packages
 
 
-def _with_nested_keys(source: Source) -> Tree:
-    """The file's data with dotted keys taken apart: {sync.interval_steps: 5} is {sync: {interval_steps: 5}}."""
-    arms = source.data.get("arms")
-    document: Tree = _nested({key: value for key, value in source.data.items() if key not in ("defaults", "arms")})
-    if "arms" in source.data:
-        document["arms"] = {name: _nested(arm) for name, arm in arms.items()} if isinstance(arms, dict) else arms
-    return document
-
-
-def _nested(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    tree: Tree = {}
-    for key, item in value.items():
-        tree = merge(tree, nest(key, _nested(item)))
-    return tree
-
-
 def _has(value: Any, path: str) -> bool:
     missing = object()
-    return isinstance(value, dict) and lookup(_nested(value), path, missing) is not missing
+    return isinstance(value, dict) and lookup(nested(value), path, missing) is not missing
 
 
 def _reason(error: BaseException) -> str:

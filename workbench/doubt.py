@@ -88,7 +88,7 @@ def _place(path: str) -> Place | None:
         rest = below[0] if below else "run"
     if rest in ("role", "sweep.exclude"):
         return None
-    if rest in ("run", "arms", "defaults", "method", "sweep", "sweep.grid", "search", "search.space"):
+    if rest in ("run", "arms", "defaults", "extends", "method", "sweep", "sweep.grid", "search", "search.space"):
         return scope, ANYTHING
     if axis := _AXES.fullmatch(rest):
         parent = axis[1].rpartition(".")[0]

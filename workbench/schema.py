@@ -25,6 +25,7 @@ from workbench.metrics import DOMAIN, METRICS, SCORE
 from workbench.searchspace import CORPUS, Confirm, Constraint, Objective, Range, SearchKeys
 from workbench.settings import PrimaryMetric, ReportSettings, Resources
 from workbench.spec import ArmKeys, StudyKeys
+from workbench.studyfile import OWN
 from workbench.trees import leaves, lookup
 
 Schema = dict[str, Any]
@@ -42,6 +43,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Schema], ...] = (
     (rules.NOT_NEGATIVE, {"minimum": 0}),
 )
 _DEFAULTS = 'Config groups to start from, such as "model/tiny"; the file itself comes after them.'
+_EXTENDS = "Study files to build on, by their paths as seen from this one: what stands here comes over them."
 
 
 def study_schema() -> Schema:
@@ -51,10 +53,16 @@ def study_schema() -> Schema:
     choices = [f"{group}/{option}" for group in group_names() if group != "method" for option in group_options(group)]
     pairs = [{"type": "object", "minProperties": 1, "maxProperties": 1}, {"enum": [*choices, "_self_"]}]
     root["properties"]["defaults"] = {"description": _DEFAULTS, "type": "array", "items": {"anyOf": pairs}}
+    names: Schema = {"type": "string", "pattern": "."}
+    root["properties"]["extends"] = {
+        "description": _EXTENDS,
+        "anyOf": [names, {"type": "array", "items": names}],
+    }
+    _take_away(root)
     root["properties"]["arms"] |= {
         "minProperties": 1,
         "propertyNames": {"pattern": f"^{NAME.pattern}$", "maxLength": 80},
-        "additionalProperties": _reference(ArmKeys, definitions),
+        "additionalProperties": {"anyOf": [_reference(ArmKeys, definitions), {"type": "null"}]},
     }
     _add_ranges(root, definitions)
     _add_axes(definitions)
@@ -62,6 +70,18 @@ def study_schema() -> Schema:
     root["properties"]["seeds"] |= {"minItems": 1, "uniqueItems": True}
     root["patternProperties"] = _dotted(StudyKeys, definitions)
     return {"$schema": DIALECT, "title": "Study of the SPES workbench", **root, "$defs": definitions}
+
+
+def _take_away(root: Schema) -> None:
+    """In a study that extends another, null in place of a section takes it away, and only what is its own is needed."""
+    needed = [key for key in root["required"] if key not in OWN]
+    root["required"] = list(OWN)
+    root["anyOf"] = [{"required": needed}, {"required": ["extends"]}]
+    for section in root["properties"].values():
+        if "$ref" in section:
+            section["anyOf"] = [{"$ref": section.pop("$ref")}, {"type": "null"}]
+        elif section.get("type") == "array":
+            section["type"] = ["array", "null"]
 
 
 def setting_paths() -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import types
+import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Union
 
 from spes_core.config import RunConfig, to_dict
 from spes_core.errors import ConfigError, Problem
@@ -16,6 +18,7 @@ from workbench.doubt import certain_exclusions, is_leaf, is_setting, places, wit
 from workbench.metrics import METRICS, is_metric
 from workbench.searchspace import Search, SearchKeys, read_search
 from workbench.settings import Divergence, Evaluation, Hardware, Launcher, Metrics, ReportSettings, Resources
+from workbench.studyfile import OWN
 from workbench.sweep import Sweep, SweepKeys, combine, read_axes
 from workbench.trees import Tree, covers, leaves, lookup, merge, without
 
@@ -92,9 +95,7 @@ class Study:
         return next(((place, candidate) for place, candidate in found if place is not None), None)
 
     def _rank(self, place: str) -> int:
-        if place.startswith("override "):
-            return 0
-        return 1 if place.startswith(f"{self.composition.source.path}:") else 2
+        return 0 if place.startswith("override ") else 1 + self.composition.source.rank(place.rpartition(":")[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +141,10 @@ class ArmKeys(RunConfig):
 
 def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     """Compose and read the study at ``path``; see `Study.mistakes`. Raises StudyError when there is nothing to read."""
-    composition = compose_study(path, overrides)
+    composition = compose_study(path, overrides, is_null_a_value)
     problems: list[Problem] = []
     keys, tree = _read_all(StudyKeys, _plain_durations(composition.tree), "", problems)
+    problems = [_as_file_key(problem) for problem in problems]
     shared_axes = read_axes(tree.get("sweep", {}), "sweep", problems)
     arms = [
         _read_arm(name, arm, tree.get("run", {}), shared_axes, problems)
@@ -151,6 +153,7 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
     ]
     is_equal_known = not any(place.path.split("[")[0] == "equal" or '"equal"' in place.message for place in problems)
     problems += [*_broken_rules(keys), *_seeds_elsewhere(tree), *_several_references(arms)]
+    problems += _names_below(keys.name, composition)
     search = _read_search(keys, tree, arms, problems)
     found = places(problems, composition.broken)
     arms = [replace(arm, open_paths=within(arm.name, found)) for arm in arms]
@@ -158,7 +161,10 @@ def read_study(path: Path, overrides: Sequence[str] = ()) -> Study:
         arms = [replace(arm, sweep=search.representatives()) if arm.name == search.arm else arm for arm in arms]
     open_paths = [path for _, path in found]
     problems = certain_exclusions(problems, open_paths)
-    lines = [f"{composition.place(problem.path)}: {_with_home(problem)}" for problem in problems]
+    lines = [
+        f"{composition.place(problem.path)}: {_with_home(problem, len(composition.source.sources) > 1)}"
+        for problem in problems
+    ]
     return Study(
         name=keys.name,
         question=keys.question,
@@ -195,8 +201,45 @@ def _read_all(kind: type[T], tree: Tree, prefix: str, problems: list[Problem]) -
     raise AssertionError("a tree without its mistakes is readable")
 
 
-def _with_home(problem: Problem) -> Problem:
+def is_null_a_value(path: str) -> bool:
+    """Whether null says something at a path of a study file, instead of that nothing is said there.
+
+    So it does where a setting may be without a value, and on an arm's axes, where it takes the study's axis away.
+    """
+    kind: Any = StudyKeys
+    parts = path.split(".")
+    if parts[0] == "arms" and parts[2:3] == ["sweep"] and parts[3:4] in (["grid"], ["zip"]):
+        return len(parts) > 4
+    for index, part in enumerate(parts):
+        options = typing.get_args(kind) if typing.get_origin(kind) in (Union, types.UnionType) else (kind,)
+        inner = next((option for option in options if is_dataclass(option) or typing.get_origin(option) is dict), None)
+        if parts[0] == "arms" and index == 1:
+            kind = ArmKeys
+        elif is_dataclass(inner):
+            kind = typing.get_type_hints(inner).get(part)
+        else:
+            kind = typing.get_args(inner)[1] if inner is not None else None
+    return type(None) in typing.get_args(kind)
+
+
+def _as_file_key(problem: Problem) -> Problem:
+    """The problem; for a misspelt key of the file that is not read as a setting, with that key."""
+    hint = nearest(problem.path, ("defaults", "extends"))
+    is_one = problem.message.startswith("is not a setting") and "did you mean" in hint
+    return Problem(problem.path, f"is not a setting{hint}") if is_one else problem
+
+
+def _names_below(name: str, composition: Composition) -> Iterator[Problem]:
+    """A study has a folder of results of its own, so no name of what it extends."""
+    for below in composition.source.sources[:-1]:
+        if below.data.get("name") == name:
+            yield Problem("name", f"({name}) is that of {below.path} too, which this study extends; give it another")
+
+
+def _with_home(problem: Problem, extends: bool) -> Problem:
     """The problem; for a setting of a run that stands outside run, with the place where it belongs."""
+    if extends and problem.path in OWN and problem.message == "is missing":
+        return Problem(problem.path, "is missing: it is not taken from the file that this study extends")
     if problem.path == "seed":
         return Problem(problem.path, 'is not a setting of a study; did you mean "seeds"?')
     unknown = problem.message.startswith("is not a setting")

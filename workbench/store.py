@@ -58,12 +58,14 @@ class StudyFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         methods = {trial.arm: trial.config.method for trial in trials}
         report = study.report
+        below = [portable(source.path) for source in study.composition.source.sources[:-1]]
         content = {
             "schema": 1,
             "name": study.name,
             "question": study.question,
             "command": command,
             "study_file": portable(study.composition.source.path),
+            **({"extends": below} if below else {}),
             "report": {
                 "x": report.x,
                 "log_x": report.log_x,

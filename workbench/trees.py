@@ -15,6 +15,16 @@ def nest(path: str, value: Any) -> Tree:
     return dict(value)
 
 
+def nested(value: Any) -> Any:
+    """A value with dotted keys taken apart: {sync.interval_steps: 5} is {sync: {interval_steps: 5}}."""
+    if not isinstance(value, dict):
+        return value
+    tree: Tree = {}
+    for key, item in value.items():
+        tree = merge(tree, nest(key, nested(item)))
+    return tree
+
+
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
     """A new tree with the settings of both, mappings joined key by key; where both have a value, ``above`` wins."""
     merged = dict(below)
