@@ -21,7 +21,7 @@ from workbench.durable import read_mapping
 from workbench.evaluate import BUSY
 from workbench.evaluating_scores import FILE, ScoreBook, weights_digests, weights_files
 from workbench.evaluating_tasks import Task, resolve
-from workbench.failures import tail
+from workbench.failures import log_bytes, tail
 from workbench.launch.launcher import STOP_GRACE_S, child_environment, signal_group
 from workbench.settings import Evaluation
 
@@ -115,9 +115,10 @@ class Evaluations:
 
         None when that is no failure: the user stopped it, or another process has the trial and may score it.
         """
-        (trial_dir / "logs").mkdir(exist_ok=True)
-        started_s = time.monotonic()
-        with (trial_dir / "logs" / LOG).open("ab") as log:
+        path = trial_dir / "logs" / LOG
+        path.parent.mkdir(exist_ok=True)
+        start_bytes, started_s = log_bytes(path), time.monotonic()
+        with path.open("ab") as log:
             process = subprocess.Popen(
                 self._command(trial_dir, retry=retry),
                 stdin=subprocess.DEVNULL,
@@ -136,7 +137,7 @@ class Evaluations:
                     process.wait(_POLL_S)
             if process.returncode == BUSY:
                 return None
-            said = tail(trial_dir / "logs" / LOG)
+            said = tail(path, start_bytes)
             return f"its process ended with status {process.returncode}: {said[-1] if said else 'without a word'}"
         finally:
             _end(process)

@@ -67,7 +67,10 @@ def test_an_evaluation_that_fails_leaves_the_trial_done_and_says_what_is_missing
     assert f"missing: the score of piqa of t: {reason}" in capsys.readouterr().out
     instead(monkeypatch, "raise SystemExit('it must not be run again by itself')")
     assert wanted.catch_up([trial], never, retry=False) == 0
+    instead(monkeypatch, "raise SystemExit(1)")
     assert wanted.catch_up([trial], never, retry=True) == 1
+    again = wanted.complete(trial, stored(trial), never, retry=True)["evaluation"]["tasks"]["piqa"]["reason"]
+    assert again in (reason, "its process ended with status 1: without a word"), "no words of an earlier process"
 
 
 def test_the_user_s_stop_ends_the_process_and_the_next_run_takes_it_up(
