@@ -112,6 +112,19 @@ def test_what_another_process_evaluates_is_left_to_it(tmp_path: Path, corpus: Pa
     assert stored(trial) == before and not (trial / "evaluation.json").exists()
 
 
+def test_why_an_evaluation_crashed_is_stored_only_while_no_other_has_the_trial(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = write_trial(tmp_path / "t", corpus)
+    instead(monkeypatch, "raise SystemExit(1)")
+    before = stored(trial)
+    with exclusive(trial):
+        assert evaluations().complete(trial, before, never) == before
+    assert not (trial / "evaluation.json").exists()
+    evaluations().complete(trial, before, never)
+    assert (trial / "evaluation.json").exists()
+
+
 def test_only_trials_that_are_done_and_lack_scores_are_evaluated(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
