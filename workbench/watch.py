@@ -118,6 +118,10 @@ class Watch:
 
     def _explain(self, failed: Running) -> tuple[Status, Failure]:
         """What became of a trial of which a process failed before all others."""
+        if failed.died_with_launcher:
+            # Their last words tell of the consequences, and none of them is to blame: it may be tried again.
+            message = "the launcher of its processes died, and they with it; resources.retries tries it again by itself"
+            return "failed", Failure(message=message, process=None, log_tail=[])
         log = self._trial_dir / "logs" / f"{failed.name}.log"
         start, killed_for_memory = self._log_starts[log], oom_kills() > self._oom_kills
         status = classify(failed, log, start, killed_for_memory=killed_for_memory)

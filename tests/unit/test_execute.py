@@ -386,6 +386,24 @@ def test_what_an_earlier_attempt_said_in_the_same_log_explains_no_later_one(
     assert (trial_dir / "logs" / "node-1.log").read_text() == earlier
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_launcher_that_dies_is_named_and_none_of_the_processes_that_die_with_it(
+    trial_dir: Path, settings: ExecutionSettings, number: int
+) -> None:
+    actions: dict[str, tuple[str, ...]] = dict.fromkeys(TRAINS, ("ignore-sigterm",))
+    logs = [trial_dir / "logs" / f"{name}.log" for name in TRAINS]
+    with ForkLauncher(("json",)) as mortal:
+
+        def kill(progress: Progress) -> None:
+            if all(log.exists() and "ready" in log.read_text() for log in logs):
+                os.kill(mortal.pid, number)
+
+        result = run(mortal, actions, trial_dir, settings, on_progress=kill)
+    assert (result["status"], result["error"]["process"], result["error"]["log_tail"]) == ("failed", None, [])
+    assert "the launcher of its processes died" in result["error"]["message"]
+    assert died_silently(result)
+
+
 def test_processes_see_the_gpus_that_were_given_to_their_trial(
     launcher: Launcher, trial_dir: Path, settings: ExecutionSettings
 ) -> None:
