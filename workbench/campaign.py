@@ -122,9 +122,14 @@ class Campaign:
         return [self._folder.path / "trials" / entry["name"] for entry in entries]
 
     def _evaluate_earlier(self, retry_failed: bool) -> bool:
-        """Evaluate trials that are done and lack scores, without training them again; whether the user stopped it."""
+        """Evaluate trials that are done and lack scores, without training them again; whether the user stopped it.
+
+        Without --only those are all of the study's that study.json names, the points of a search among them.
+        """
+        meant = [self._folder.trial_dir(trial) for trial in self._trials if is_selected(self._only, trial)]
+        folders = meant if self._only else self._trial_dirs()
         with stop_on_signals() as stop_request:
-            if self._evaluations.catch_up(self._trial_dirs(), lambda: stop_request.made, retry=retry_failed):
+            if self._evaluations.catch_up(folders, lambda: stop_request.made, retry=retry_failed):
                 self._stored = {trial.id: self._folder.stored(trial) for trial in self._trials}
             return stop_request.made
 

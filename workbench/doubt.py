@@ -81,6 +81,13 @@ def is_setting(path: str) -> bool:
     return lookup(to_dict(RunConfig()), path, missing) is not missing
 
 
+def _is_named_freely(path: str) -> bool:
+    """Whether a path leads into a mapping whose keys a study chooses, such as data.domains."""
+    parts = path.split(".")
+    defaults = to_dict(RunConfig())
+    return any(lookup(defaults, ".".join(parts[:end]), None) == {} for end in range(1, len(parts)))
+
+
 def _place(path: str) -> Place | None:
     scope, rest = None, path.split("[")[0]
     if rest.startswith("arms."):
@@ -94,4 +101,4 @@ def _place(path: str) -> Place | None:
         parent = axis[1].rpartition(".")[0]
         rest = parent if is_leaf(parent) else axis[1]  # of a range's low or step, the range
     setting = rest.removeprefix("run.")
-    return (scope, setting) if is_setting(setting) else None
+    return (scope, setting) if is_setting(setting) or _is_named_freely(setting) else None

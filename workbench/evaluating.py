@@ -18,10 +18,12 @@ from typing import Any
 
 from spes_core.errors import DataError
 from workbench.durable import read_mapping
+from workbench.errors import TrialBusy
 from workbench.evaluate import BUSY
 from workbench.evaluating_scores import FILE, ScoreBook, weights_digests, weights_files
 from workbench.evaluating_tasks import Task, resolve
-from workbench.failures import tail
+from workbench.execute import exclusive
+from workbench.failures import log_bytes, tail
 from workbench.launch.launcher import STOP_GRACE_S, child_environment, signal_group
 from workbench.settings import Evaluation
 
@@ -63,13 +65,19 @@ class Evaluations:
         if not self._is_owed(trial_dir, result, retry=retry) or stopped():
             return result
         reason = self._run(trial_dir, stopped, retry=retry, gpus=gpus)
-        book = _book(trial_dir)
-        if reason is not None and book is not None:
-            for leaf in book.lacking(self.tasks, self.settings, again=False):
-                book.add(leaf, self.settings, {"status": "missing", "reason": reason})
-            book.show(self.tasks)
-            book.store(into_result=True)  # as its process has done, if it came to its end
+        if reason is not None:
+            with suppress(TrialBusy), exclusive(trial_dir):  # who has the trial by now scores it, or says why not
+                self._note_missing(trial_dir, reason)
         return read_mapping(trial_dir / "result.json")
+
+    def _note_missing(self, trial_dir: Path, reason: str) -> None:
+        """Store why scores are lacking, in the place of a process that did not come to its end."""
+        if (book := _book(trial_dir)) is None:
+            return
+        for leaf in book.lacking(self.tasks, self.settings, again=False):
+            book.add(leaf, self.settings, {"status": "missing", "reason": reason})
+        book.show(self.tasks)
+        book.store(into_result=True)  # as its process has done, if it came to its end
 
     def catch_up(self, trial_dirs: Iterable[Path], stopped: Callable[[], bool], *, retry: bool) -> int:
         """Evaluate the trials of earlier runs that lack scores; how many there were."""
@@ -115,9 +123,10 @@ class Evaluations:
 
         None when that is no failure: the user stopped it, or another process has the trial and may score it.
         """
-        (trial_dir / "logs").mkdir(exist_ok=True)
-        started_s = time.monotonic()
-        with (trial_dir / "logs" / LOG).open("ab") as log:
+        path = trial_dir / "logs" / LOG
+        path.parent.mkdir(exist_ok=True)
+        start_bytes, started_s = log_bytes(path), time.monotonic()
+        with path.open("ab") as log:
             process = subprocess.Popen(
                 self._command(trial_dir, retry=retry),
                 stdin=subprocess.DEVNULL,
@@ -136,7 +145,7 @@ class Evaluations:
                     process.wait(_POLL_S)
             if process.returncode == BUSY:
                 return None
-            said = tail(trial_dir / "logs" / LOG)
+            said = tail(path, start_bytes)
             return f"its process ended with status {process.returncode}: {said[-1] if said else 'without a word'}"
         finally:
             _end(process)

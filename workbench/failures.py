@@ -45,34 +45,42 @@ def first_failed(processes: Sequence[Running]) -> Running | None:
     return min(failed, key=lambda process: process.ended_order, default=None)
 
 
-def classify(process: Running, log: Path, *, killed_for_memory: bool = False) -> Status:
-    """The kind of a process's failure; ``killed_for_memory``: whether the kernel has killed something for it."""
-    lines = last_lines(log)
+def classify(process: Running, log: Path, start_bytes: int = 0, *, killed_for_memory: bool = False) -> Status:
+    """The kind of a process's failure; ``killed_for_memory``: whether the kernel has killed something for it.
+
+    A log is appended to over the attempts at a trial; here and below, ``start_bytes`` is where this attempt's begins.
+    """
+    lines = last_lines(log, start_bytes)
     killed = process.returncode == -signal.SIGKILL or any("SIGKILL" in line for line in lines)
     if (killed and killed_for_memory) or any(_OUT_OF_MEMORY.search(line) for line in lines):
         return "oom"
     return "diverged" if any(_DIVERGED.search(line) for line in lines) else "failed"
 
 
-def describe(process: Running, log: Path, *, killed_for_memory: bool = False) -> Failure:
+def describe(process: Running, log: Path, start_bytes: int = 0, *, killed_for_memory: bool = False) -> Failure:
     """What is known about a failed process: its own last ``error:`` line, or how it ended."""
-    lines = tail(log)
+    lines = tail(log, start_bytes)
     said = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
     message = said[-1] if said else _ending(process, lines, killed_for_memory)
     return Failure(message=message, process=process.name, log_tail=lines[-_TAIL_LINES:])
 
 
-def last_lines(log: Path) -> list[str]:
+def last_lines(log: Path, start_bytes: int = 0) -> list[str]:
     """The few last lines of a log that a result keeps."""
-    return tail(log)[-_TAIL_LINES:]
+    return tail(log, start_bytes)[-_TAIL_LINES:]
 
 
-def tail(log: Path) -> list[str]:
+def log_bytes(log: Path) -> int:
+    """The length of a log: where the next attempt's part of it begins; 0 when there is no log."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def tail(log: Path, start_bytes: int = 0) -> list[str]:
     """The lines in the last 64 KiB of a log, without empty ones; none when there is no log."""
     if not log.exists():
         return []
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        file.seek(max(start_bytes, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", errors="replace")
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 

@@ -7,6 +7,7 @@ MLflow is a window on results, so its store can be lost, moved or left behind, a
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def export_mlflow(study_dir: Path, store: Path | None = None, tracking_uri: str 
     print(f"{written} trials are in the experiment {study_dir.absolute().name}")
     if tracking_uri is None:
         folder = (store or study_dir.parent).absolute()
-        print(f'look at them: cd "{folder}" && mlflow ui --backend-store-uri sqlite:///{DATABASE}')
+        print(f"look at them: cd {shlex.quote(str(folder))} && mlflow ui --backend-store-uri sqlite:///{DATABASE}")
 
 
 def _run(study_dir: Path, store: Path | None, tracking_uri: str | None) -> tuple[list[dict[str, str]], list[str]]:

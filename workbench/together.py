@@ -29,6 +29,8 @@ class Crew:
         """``run`` is called in a thread for each trial and ends early when a stop is requested."""
         self._run, self._need, self._budget, self._stop_request = run, need, budget, stop_request
         self._most = most
+        self._needs: dict[str, Need] = {}
+        """By trial id: predicting one's memory takes longer than looking for room."""
         self._ended: queue.SimpleQueue[tuple[Trial, Slot, Stored | BaseException]] = queue.SimpleQueue()
         self._threads: dict[str, threading.Thread] = {}
 
@@ -60,7 +62,9 @@ class Crew:
         if self._most is not None and len(self._threads) >= self._most:
             return None
         for trial in waiting:
-            if (slot := self._budget.take(self._need(trial))) is not None:
+            if trial.id not in self._needs:
+                self._needs[trial.id] = self._need(trial)
+            if (slot := self._budget.take(self._needs[trial.id])) is not None:
                 return trial, slot
         return None
 

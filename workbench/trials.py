@@ -258,14 +258,29 @@ def _unswept_x(study: Study, variants: Sequence[Variant]) -> list[str]:
 
 
 def _unmeasured_domain(study: Study, variants: Sequence[Variant]) -> list[str]:
-    """A primary metric of one domain must be one that every run is validated on."""
-    domain = domain_of(study.metrics.primary.name)
-    lacking = [variant for variant in variants if domain is not None and domain not in variant.config.data.domains]
-    if not lacking:
-        return []
-    names = ", ".join(lacking[0].config.data.domains) or "none"
-    message = f"is of the domain {domain}, not among data.domains of arm {lacking[0].arm.name} ({names})"
-    return [study.locate(Problem("metrics.primary.name", f"({study.metrics.primary.name}) {message}"))]
+    """A metric of one domain must be of one that all runs are validated on that it is asked of.
+
+    Those are all where it is the primary one, the searched arm's where a search asks for it, and the reference's where
+    a limit is relative to that.
+    """
+    primary = study.metrics.primary.name
+    wanted: list[tuple[str, str, Sequence[Variant]]] = [("metrics.primary.name", primary, variants)]
+    if (search := study.search) is not None:
+        searched = [variant for variant in variants if variant.arm.name == search.arm]
+        compared = [*searched, *(variant for variant in variants if variant.arm.role == "reference")]
+        wanted += [("search.objective", objective.metric, searched) for objective in search.objectives]
+        for index, limit in enumerate(search.constraints):
+            whose = searched if limit.tolerance is None else compared
+            wanted.append((f"search.constraints[{index}].metric", limit.metric, whose))
+    mistakes = []
+    for path, metric, asked in wanted:
+        domain = domain_of(metric)
+        lacking = [variant for variant in asked if domain is not None and domain not in variant.config.data.domains]
+        if lacking:
+            names = ", ".join(lacking[0].config.data.domains) or "none"
+            message = f"is of the domain {domain}, not among data.domains of arm {lacking[0].arm.name} ({names})"
+            mistakes.append(study.locate(Problem(path, f"({metric}) {message}")))
+    return mistakes
 
 
 def _several_references(study: Study, variants: Sequence[Variant]) -> list[str]:

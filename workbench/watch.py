@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_core.runfile import RunFile
-from workbench.failures import Failure, Status, classify, describe, first_failed, last_lines
+from workbench.failures import Failure, Status, classify, describe, first_failed, last_lines, log_bytes
 from workbench.follow import EventTail, TrialState
 from workbench.launch.launcher import Launcher, LaunchError, Running, count_running, stop
 from workbench.machine import oom_kills, resident_bytes
@@ -52,6 +52,8 @@ class Watch:
         self._run, self._trial_dir, self._launcher, self._limits = run, trial_dir, launcher, limits
         self._on_progress, self._stop_request, self._rules = on_progress, stop_request, rules
         self._processes: list[Running] = []
+        self._log_starts: dict[Path, int] = {}
+        """Where in each log, in bytes, this attempt at the trial begins."""
         self._tail = EventTail(trial_dir / "events")
         self._resumed_at_step = resumed_at_step
         self._state = TrialState(run.trial, run.config.total_steps, resumed_at_step)
@@ -89,6 +91,7 @@ class Watch:
         own = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         for spec in plan(self._run, self._trial_dir):
             log = self._trial_dir / "logs" / spec.log_name
+            self._log_starts[log] = log_bytes(log)
             self._processes.append(self._launcher.start(replace(spec, env=spec.env | own), log))
 
     def _watch(self) -> tuple[Status, Failure | None]:
@@ -115,10 +118,14 @@ class Watch:
 
     def _explain(self, failed: Running) -> tuple[Status, Failure]:
         """What became of a trial of which a process failed before all others."""
+        if failed.died_with_launcher:
+            # Their last words tell of the consequences, and none of them is to blame: it may be tried again.
+            message = "the launcher of its processes died, and they with it; resources.retries tries it again by itself"
+            return "failed", Failure(message=message, process=None, log_tail=[])
         log = self._trial_dir / "logs" / f"{failed.name}.log"
-        killed_for_memory = oom_kills() > self._oom_kills
-        status = classify(failed, log, killed_for_memory=killed_for_memory)
-        return status, describe(failed, log, killed_for_memory=killed_for_memory)
+        start, killed_for_memory = self._log_starts[log], oom_kills() > self._oom_kills
+        status = classify(failed, log, start, killed_for_memory=killed_for_memory)
+        return status, describe(failed, log, start, killed_for_memory=killed_for_memory)
 
     def _overrun(self) -> tuple[Status, Failure] | None:
         """The limit that was reached, of time or memory."""
@@ -162,7 +169,8 @@ class Watch:
         name = process or self._state.behind or next((p.name for p in self._processes), SERVER)
         logs = [self._trial_dir / "logs" / f"{spoken}.log" for spoken in (name, GROUP)]
         log = next((log for log in logs if log.exists()), logs[0])
-        return Failure(message=message, process=process, log_tail=last_lines(log))
+        tail = last_lines(log, self._log_starts.get(log, log_bytes(log)))
+        return Failure(message=message, process=process, log_tail=tail)
 
 
 def unlaunched(error: LaunchError) -> dict[str, Any]:

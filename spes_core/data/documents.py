@@ -22,39 +22,8 @@ LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 ROW_SUFFIXES = (*LINE_SUFFIXES, ".parquet")
 TEXT_SUFFIXES = (
     *(".txt", ".txt.gz", ".md", ".rst", ".tex", ".html", ".css", ".yaml", ".yml", ".toml", ".ini", ".cfg"),
-    *(
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cc",
-        ".cpp",
-        ".hpp",
-        ".cu",
-        ".cs",
-        ".java",
-        ".js",
-        ".ts",
-        ".go",
-        ".rs",
-        ".rb",
-    ),
-    *(
-        ".php",
-        ".sh",
-        ".sql",
-        ".r",
-        ".jl",
-        ".scala",
-        ".kt",
-        ".swift",
-        ".lua",
-        ".pl",
-        ".hs",
-        ".ml",
-        ".clj",
-        ".f90",
-    ),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cs", ".java", ".js", ".ts", ".go", ".rs", ".rb"),
+    *(".php", ".sh", ".sql", ".r", ".jl", ".scala", ".kt", ".swift", ".lua", ".pl", ".hs", ".ml", ".clj", ".f90"),
 )
 _FIRST = 5
 _PARQUET_ROWS = 256

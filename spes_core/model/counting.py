@@ -290,10 +290,10 @@ def activation_bytes(
 
 
 def _mask_bytes(config: RunConfig) -> int:
-    """The mask that keeps documents apart, one for all layers; nothing saves it where only a layer's input is kept."""
-    is_saved = config.data.document_attention == "separate" and config.compute.activation_checkpointing != "block"
+    """The mask that keeps documents apart, one for all layers: each layer saves it, or keeps it to be made again."""
     width = BFLOAT16_BYTES if config.compute.precision == "bfloat16" else FLOAT32_BYTES
-    return config.micro_batch_sequences * config.data.sequence_length**2 * width if is_saved else 0
+    is_separate = config.data.document_attention == "separate"
+    return config.micro_batch_sequences * config.data.sequence_length**2 * width if is_separate else 0
 
 
 def recomputed_bytes(model: ModelConfig, sequences: int, sequence_length: int, compute: ComputeConfig) -> int:

@@ -6,7 +6,6 @@ Shape suffixes: B sequences, T positions, D d_model, L layers, E experts, N = BÂ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -202,9 +201,12 @@ class DecoderLayer(nn.Module):
         if not torch.is_grad_enabled():
             return self._compute(x_BTD, rotation, other_tokens_E, mask_B1TT)
         if self._keeps_input_only:
-            # Only x_BTD is an argument, so only it is kept; nothing here draws random numbers.
-            run = partial(self._train, rotation=rotation, other_tokens_E=other_tokens_E, mask_B1TT=mask_B1TT)
-            output: LayerOutput = checkpoint(run, x_BTD, use_reentrant=False, preserve_rng_state=False)
+
+            def run(x_BTD: Tensor, mask_B1TT: Tensor | None) -> LayerOutput:
+                return self._train(x_BTD, rotation, other_tokens_E, mask_B1TT)
+
+            # Arguments are what autograd keeps, and is measured by; nothing here draws random numbers.
+            output: LayerOutput = checkpoint(run, x_BTD, mask_B1TT, use_reentrant=False, preserve_rng_state=False)
             return output
         return self._train(x_BTD, rotation, other_tokens_E, mask_B1TT)
 

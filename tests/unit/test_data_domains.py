@@ -222,10 +222,16 @@ def test_a_study_file_names_domains_and_their_mistakes(tmp_path: Path) -> None:
     assert Corpus.of(variant.config.data).path == "code, wiki"
     with pytest.raises(StudyError, match=r"data\.domains\.wiki\.corpsu is not a setting; did you mean .corpus"):
         expand(read_study(path, ["+run.data.domains.wiki.corpsu=x"]))
+    good = path.read_text()
+    for wrong in ("weight: nan", "wieght: 1"):
+        path.write_text(good.replace("weight: 2", wrong))
+        with pytest.raises(StudyError) as told:
+            expand(read_study(path))
+        assert len(told.value.mistakes) == 1 and f"wiki.{wrong.partition(':')[0]}" in told.value.mistakes[0]
     path.write_text(
-        path.read_text()
-        .replace("code: {corpus: stdlib, weight: 1}", '"c/d": {corpus: x, weight: 1}')
-        .replace("wiki: {corpus: wiki.jsonl,", "a.b: {corpus: x}\n      ü: {corpus: x, weight: 1}\n      wiki: {")
+        good.replace("code: {corpus: stdlib, weight: 1}", '"c/d": {corpus: x, weight: 1}').replace(
+            "wiki: {corpus: wiki.jsonl,", "a.b: {corpus: x}\n      ü: {corpus: x, weight: 1}\n      wiki: {"
+        )
     )
     assert [line.partition("mixture.yaml:")[2] for line in read_study(path).mistakes] == [
         "9: run.data.domains.a.b is not a setting; valid names: corpus, weight",

@@ -88,6 +88,21 @@ def test_the_primary_metric_may_be_of_one_domain_that_every_arm_has() -> None:
         expand(read_study(STUDY, ["metrics.primary.name=eval/loss/table"]))
 
 
+def test_a_search_asks_only_for_domains_that_its_arms_have(tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    search = "\nsearch:\n  arm: spes_mixed\n  space: {sync.interval_steps: [5, 10]}\n  objective: eval/loss/OBJECTIVE\n"
+    search += "  constraints:\n    - {metric: eval/bits_per_byte/LIMIT, tolerance: 0.02}\n"
+    text = STUDY.read_text() + search
+    path.write_text(text.replace("OBJECTIVE", "tables").replace("LIMIT", "windows"))
+    assert expand(read_study(path))
+    path.write_text(text.replace("OBJECTIVE", "table").replace("LIMIT", "window"))
+    with pytest.raises(StudyError) as refused:
+        expand(read_study(path))
+    first, second = refused.value.mistakes
+    assert "search.objective (eval/loss/table) is of the domain table, not among data.domains of arm spes_mix" in first
+    assert "search.constraints[0].metric (eval/bits_per_byte/window) is of the domain window, not among" in second
+
+
 def test_arms_of_heterogeneous_data_differ_only_in_which_node_reads_which_sequences() -> None:
     sizes = {"modules": 500, "tables": 90, "windows": 77, "network": 133}
     configs = {v.arm.name: v.config for v in expand(read_study(STUDY)) if v.seed == 0}

@@ -67,7 +67,10 @@ def test_an_evaluation_that_fails_leaves_the_trial_done_and_says_what_is_missing
     assert f"missing: the score of piqa of t: {reason}" in capsys.readouterr().out
     instead(monkeypatch, "raise SystemExit('it must not be run again by itself')")
     assert wanted.catch_up([trial], never, retry=False) == 0
+    instead(monkeypatch, "raise SystemExit(1)")
     assert wanted.catch_up([trial], never, retry=True) == 1
+    again = wanted.complete(trial, stored(trial), never, retry=True)["evaluation"]["tasks"]["piqa"]["reason"]
+    assert again in (reason, "its process ended with status 1: without a word"), "no words of an earlier process"
 
 
 def test_the_user_s_stop_ends_the_process_and_the_next_run_takes_it_up(
@@ -107,6 +110,19 @@ def test_what_another_process_evaluates_is_left_to_it(tmp_path: Path, corpus: Pa
         assert evaluations().complete(trial, before, never) == before
     assert "is being run by another process" in (trial / "logs" / LOG).read_text()
     assert stored(trial) == before and not (trial / "evaluation.json").exists()
+
+
+def test_why_an_evaluation_crashed_is_stored_only_while_no_other_has_the_trial(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = write_trial(tmp_path / "t", corpus)
+    instead(monkeypatch, "raise SystemExit(1)")
+    before = stored(trial)
+    with exclusive(trial):
+        assert evaluations().complete(trial, before, never) == before
+    assert not (trial / "evaluation.json").exists()
+    evaluations().complete(trial, before, never)
+    assert (trial / "evaluation.json").exists()
 
 
 def test_only_trials_that_are_done_and_lack_scores_are_evaluated(

@@ -18,7 +18,8 @@ import pytest
 
 from spes_core.config import DataConfig, ModelConfig, RunConfig, SyncConfig, to_dict
 from spes_core.runfile import RunFile
-from workbench import watch
+from workbench import execute, watch
+from workbench.campaign import died_silently
 from workbench.errors import TrialBusy
 from workbench.execute import ExecutionSettings, run_trial
 from workbench.launch.forkserver import ForkLauncher
@@ -364,6 +365,43 @@ def test_a_process_killed_while_the_kernel_counts_a_kill_for_memory_is_out_of_me
     monkeypatch.setattr(watch, "oom_kills", lambda: next(counts))
     result = run(launcher, actions, trial_dir, settings)
     assert (result["status"], result["error"]["process"]) == ("oom", "node-0")
+
+
+def test_what_an_earlier_attempt_said_in_the_same_log_explains_no_later_one(
+    launcher: Launcher, trial_dir: Path, settings: ExecutionSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execute, "keep_resumable", lambda *_: 0)  # as a resume: the logs stay
+    (trial_dir / "logs").mkdir(parents=True)
+    earlier = "error: the corpus is empty\ntorch.OutOfMemoryError: CUDA out of memory\n"
+    for name in TRAINS:
+        (trial_dir / "logs" / f"{name}.log").write_text(earlier)
+    actions: dict[str, tuple[str, ...]] = {"server": ("sleep",), "node-0": ("sleep",), "node-1": ("kill",)}
+    result = run(launcher, actions, trial_dir, settings)
+    assert (result["status"], result["error"]["process"], result["error"]["log_tail"]) == ("failed", "node-1", [])
+    assert died_silently(result)
+    assert "corpus" not in result["error"]["message"] and "CUDA" not in result["error"]["message"]
+    stopped = StopRequest()
+    stopped.reason = "enough"
+    assert run(launcher, actions, trial_dir, settings, stop_request=stopped)["error"]["log_tail"] == []
+    assert (trial_dir / "logs" / "node-1.log").read_text() == earlier
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_launcher_that_dies_is_named_and_none_of_the_processes_that_die_with_it(
+    trial_dir: Path, settings: ExecutionSettings, number: int
+) -> None:
+    actions: dict[str, tuple[str, ...]] = dict.fromkeys(TRAINS, ("ignore-sigterm",))
+    logs = [trial_dir / "logs" / f"{name}.log" for name in TRAINS]
+    with ForkLauncher(("json",)) as mortal:
+
+        def kill(progress: Progress) -> None:
+            if all(log.exists() and "ready" in log.read_text() for log in logs):
+                os.kill(mortal.pid, number)
+
+        result = run(mortal, actions, trial_dir, settings, on_progress=kill)
+    assert (result["status"], result["error"]["process"], result["error"]["log_tail"]) == ("failed", None, [])
+    assert "the launcher of its processes died" in result["error"]["message"]
+    assert died_silently(result)
 
 
 def test_processes_see_the_gpus_that_were_given_to_their_trial(

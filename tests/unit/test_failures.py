@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.failures import classify, describe, first_failed
+from workbench.failures import classify, describe, first_failed, log_bytes
 from workbench.launch.launcher import Running
 
 
@@ -53,6 +53,18 @@ def test_the_message_is_its_last_error_line_or_how_it_ended(
     if log is not None:
         path.write_text(log)
     assert describe(ended("node-1", returncode, 1), path).message == message
+
+
+def test_an_error_of_an_earlier_attempt_is_no_word_of_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("error: old\ntorch.OutOfMemoryError: CUDA out\nerror: the run has diverged\n")
+    start_bytes = log_bytes(path)
+    killed = ended("node-1", -9, 1)
+    assert (classify(killed, path, start_bytes), describe(killed, path, start_bytes).log_tail) == ("failed", [])
+    path.write_text(path.read_text() + "step 3\n")
+    assert classify(killed, path, start_bytes) == "failed"
+    assert describe(killed, path, start_bytes).message.endswith("runs out: step 3")
+    assert log_bytes(tmp_path / "none") == 0
 
 
 def test_only_the_last_twenty_lines_are_kept_and_a_large_log_is_not_read_whole(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import shlex
 import shutil
 import sqlite3
 from pathlib import Path
@@ -126,6 +127,19 @@ def test_trials_that_mlflow_does_not_take_are_one_error(
     assert main(["export-mlflow", str(study_dir)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: 2 of 3 trials are not in MLflow: u is not in; where results cannot")
+
+
+def test_the_command_to_look_at_them_can_be_pasted_whatever_the_folder_s_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / 'my "$(results)" of today\'s'
+    (folder / "s" / "trials" / "t").mkdir(parents=True)
+    (folder / "s" / "trials" / "t" / "result.json").write_text("{}")
+    monkeypatch.setattr(mlflowexport, "summaries", lambda _: [])
+    monkeypatch.setattr(mlflowexport, "_run", lambda *_: ([{"event": "mirrored"}], []))
+    mlflowexport.export_mlflow(folder / "s")
+    command = capsys.readouterr().out.partition("look at them: ")[2]
+    assert shlex.split(command)[:3] == ["cd", str(folder), "&&"]
 
 
 def test_a_study_that_is_running_is_left_alone(study_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,15 @@ def test_each_trial_is_evaluated_when_done_and_earlier_ones_before(
     assert "asked about 4" in capsys.readouterr().out
 
 
+def test_only_the_selected_trials_of_earlier_runs_are_evaluated(
+    study_file: Path, engine: Engine, recorded: type[Recorded]
+) -> None:
+    assert main([str(study_file)]) == 0
+    assert main([str(study_file), "evaluation.tasks=[sciq]", "--only", "dilico", "--retry-failed"]) == 0
+    selected = recorded.caught_up[-1]
+    assert len(selected) == 2 and all(name.startswith("dilico") for name in selected)
+
+
 def test_the_evaluation_is_outside_the_identity_of_a_trial(study_file: Path) -> None:
     overrides = [[], ["evaluation.tasks=[sciq,'arc_challenge:25',spes_suite]", "evaluation.limit=7"]]
     studies = [read_study(study_file, more) for more in overrides]

@@ -31,6 +31,8 @@ class Room:
         names = tuple(map(str, range(gpus)))
         budget = Budget(cores=4, memory_bytes=1, gpus=names, divides_gpus=True)
         self.request = StopRequest()
+        self.cores, self.gpus = cores, gpus
+        self.asked: list[str] = []
         self.begun: list[str] = []
         self.slots: dict[str, Slot] = {}
         self.gates = {name: threading.Event() for name in cores}
@@ -38,7 +40,7 @@ class Room:
         self.changed = threading.Condition()
         self.crew = Crew(
             self.run,
-            lambda trial: Need(cores=cores[trial.name], memory_bytes=0, gpus=min(1, gpus)),
+            self.need,
             budget,
             most,
             self.request,
@@ -46,6 +48,10 @@ class Room:
         self.results: list[tuple[str, Stored]] = []
         self.thread = threading.Thread(target=self.follow, args=(trials(*cores),))
         self.thread.start()
+
+    def need(self, trial: Trial) -> Need:
+        self.asked.append(trial.name)
+        return Need(cores=self.cores[trial.name], memory_bytes=0, gpus=min(1, self.gpus))
 
     def run(self, trial: Trial, slot: Slot) -> Stored:
         with self.changed:
@@ -96,6 +102,7 @@ def test_as_many_run_as_fit_and_a_smaller_one_goes_before_one_that_must_wait() -
     room.end("big")
     assert sorted(room.finish()) == ["a", "b", "big", "c", "d"]
     assert room.begun == ["a", "b", "c", "d", "big"]
+    assert sorted(room.asked) == ["a", "b", "big", "c", "d"], "what a trial needs is found out once"
 
 
 def test_no_more_run_than_were_asked_for_and_none_shares_a_gpu() -> None:

@@ -120,7 +120,7 @@ class _ForkServer:
             )
         self.pid: int = self._process.pid
         self.dead = False
-        self._ready = False
+        self._is_ending = self._ready = False
         self.forks = False
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -185,7 +185,7 @@ class _ForkServer:
                     self._take(json.loads(line))
                     self._changed.notify_all()
         with self._changed:
-            self.dead = True
+            self.dead = self._is_ending = True
             for process in self._started.values():
                 if process.returncode is None:
                     self._end(process, -signal.SIGKILL)
@@ -199,10 +199,13 @@ class _ForkServer:
                 self._started[message["id"]].pid = message["pid"]
             case "refused":
                 self._refusals[message["id"]] = message["reason"]
+            case "ending":
+                self._is_ending = True
             case "exited":
                 self._end(self._started[message["id"]], message["returncode"])
 
     def _end(self, process: Running, returncode: int) -> None:
         self._ended += 1
         process.ended_order = self._ended
+        process.died_with_launcher = self._is_ending
         process.returncode = returncode

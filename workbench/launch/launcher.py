@@ -35,6 +35,8 @@ class Running:
         self.returncode: int | None = None
         self.ended_order = 0
         """1 for the first process of its launcher that ended, and so on; 0 while it runs."""
+        self.died_with_launcher = False
+        """Whether it was ended by the death of its launcher, for no reason of its own."""
 
 
 class Launcher(Protocol):

@@ -6,7 +6,8 @@ the modules to load and a socket as its stdin, and both sides write JSON lines:
 
     to the spawner      {"do": "start", "id", "argv", "env", "log"}, {"do": "signal", "id", "signal"}
     from the spawner    {"event": "ready", "forks"}, {"event": "started", "id", "pid"},
-                        {"event": "refused", "id", "reason"}, {"event": "exited", "id", "returncode"}
+                        {"event": "refused", "id", "reason"}, {"event": "exited", "id", "returncode"},
+                        {"event": "ending"}: what exits from now on is killed by the spawner's own end
 
 A child is the leader of its own session and process group. The end of the control connection means that the
 controller is dead, however it died: the spawner then kills every group and ends. Children ask the kernel to be killed
@@ -139,6 +140,7 @@ class Spawner:
                             return child
         finally:
             if os.getpid() == owner:
+                self._send(event="ending")
                 self._kill_all()
 
     def _receive(self) -> list[dict[str, Any]] | None:
