@@ -28,6 +28,7 @@ from workbench.report.document import PAGE, PHONE, Document, Figure, Layout, Tab
 from workbench.report.evidence import read
 from workbench.report.findings import analyse
 from workbench.report.labels import fitting_columns, width_pt, wrap
+from workbench.report.observations import setup
 from workbench.report.words import verdict
 
 SEEDS = (0, 1, 2)
@@ -139,6 +140,10 @@ def test_a_study_of_node_counts_shows_bytes_of_a_round_by_the_formula(nodes: Pat
     for n, row in spes.items():
         expected = (made_up.SHARED_BYTES + made_up.EXPERT_BYTES // n) / 1e9
         assert row["uplink_per_round_gb"] == pytest.approx(expected)
+
+
+def test_a_setting_that_varies_is_told_with_its_ends(nodes: Path) -> None:
+    assert "tokens per step) over 1 to 8 nodes." in setup(read(nodes))
 
 
 def test_node_counts_stand_beside_the_published_share(nodes: Path) -> None:

@@ -22,6 +22,7 @@ from workbench.report.printing import (
     significant,
 )
 from workbench.statistics import mean
+from workbench.trees import lookup
 
 
 def communication(analysis: Analysis) -> str:
@@ -134,17 +135,25 @@ def setup(evidence: Evidence) -> str:
     if trial is None:
         return ""
     config = trial.config
-    model, data, nodes = config.get("model") or {}, config.get("data") or {}, config.get("nodes")
+    model, data, nodes = config.get("model") or {}, config.get("data") or {}, _span(evidence, "nodes")
+    batch, length = (_span(evidence, f"data.{name}") for name in ("global_batch_sequences", "sequence_length"))
     parts = [
         f"Every trial trains a Mixture-of-Experts decoder of {_shape(model)}",
-        f"on {integer(config.get('budget_tokens'))} tokens of {_corpus(data)}"
-        f" ({integer(data.get('global_batch_sequences'))} sequences of {data.get('sequence_length')} tokens per step)",
-        f"over {count(int(nodes), 'node')}" if nodes else "",
+        f"on {_span(evidence, 'budget_tokens')} tokens of {_corpus(data)}",
+        f"({batch} sequences of {length} tokens per step)",
+        f"over {nodes} {'node' if nodes == '1' else 'nodes'}",
     ]
     text = " ".join(part for part in parts if part) + "."
     arms = join([f"*{arm}*" for arm in evidence.arms])
     text += f" Arms: {arms}; {count(len(evidence.seeds), 'seed')}, the same for all arms, so that runs pair."
     return text + _learned(evidence)
+
+
+def _span(evidence: Evidence, path: str) -> str:
+    """A setting over all trials that have it: its value, or its least and greatest ("2 to 8")."""
+    values = {value for trial in evidence.trials if isinstance(value := lookup(trial.config, path, None), int)}
+    ends = [integer(value) for value in (min(values), max(values))] if values else ["?", "?"]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
 
 
 def _shape(model: dict[str, Any]) -> str:
