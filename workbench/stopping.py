@@ -43,10 +43,13 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Turn Ctrl-C, SIGTERM and SIGHUP into a request, so that nothing is interrupted half-way.
 
-    In another than the main thread, where Python allows no handlers, the request is never made.
+    A SIGHUP that is ignored (nohup) stays ignored. In another than the main thread, where Python allows no handlers,
+    the request is never made.
     """
     request = StopRequest()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

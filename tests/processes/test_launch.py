@@ -198,10 +198,11 @@ def test_signalling_a_process_that_has_just_gone_is_no_error() -> None:
 def test_no_process_outlives_the_controller(tmp_path: Path, number: int) -> None:
     """The controller runs three children, one of which has a child in a session of its own."""
     script = textwrap.dedent(f"""
-        import sys, time
+        import signal, sys, time
         from pathlib import Path
         from workbench.launch.forkserver import ForkLauncher
         from workbench.processes import ProcessSpec
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup, which ignores it
         launcher = ForkLauncher({QUICK!r})
         folder = Path(sys.argv[1])
         for name, *arguments in (("a", "sleep"), ("b", "ignore-sigterm"), ("c", "orphan", str(folder / "d"), "--stay")):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
 
 from spes_core.config import DataConfig, RunConfig, ValidationConfig
 from workbench.settings import Divergence
-from workbench.stopping import DivergenceRule, PruningRule, StopRequest
+from workbench.stopping import DivergenceRule, PruningRule, StopRequest, stop_on_signals
 
 Event = tuple[str, dict[str, Any]]
 
@@ -107,3 +109,15 @@ def test_a_request_says_who_made_it() -> None:
     assert (request.made, request.words) == (True, "stopped: another trial failed")
     request.signal = 2
     assert request.words == "stopped by SIGINT"
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_terminal_that_closes_stops_a_study_but_not_one_under_nohup(ignored: bool) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        with stop_on_signals() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.made is not ignored
+        assert signal.getsignal(signal.SIGHUP) is (signal.SIG_IGN if ignored else signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGHUP, before)
