@@ -54,7 +54,8 @@ def test_a_wrong_name_gets_the_nearest(name: str, reason: str) -> None:
 def test_wrong_settings_are_named_by_their_paths(tmp_path: Path) -> None:
     wrong = Evaluation(tasks=("sciq", "foo"), limit=1, batch_size=0, data_dir=str(tmp_path / "none"))
     paths = [problem.path for problem in wrong.problems()]
-    assert paths == [f"evaluation.{name}" for name in ("batch_size", "limit", "data_dir", "tasks[1]")]
+    assert paths == [f"evaluation.{name}" for name in ("batch_size", "limit", "tasks[1]")]
+    assert [problem.path for problem in wrong.folder_problems()] == ["evaluation.data_dir"]
     assert not list(Evaluation().problems()) and list(Evaluation().problems(asked=True))
 
 
