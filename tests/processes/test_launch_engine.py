@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 FIRST_STEP_BAR_S = 30.0
-STOP_BAR_S = 20
+STOP_BAR_S = 20  # for the same reason
 
 
 @pytest.fixture(scope="module")

@@ -123,14 +123,14 @@ def _memory(analysis: Analysis) -> list[dict[str, str]]:
 
 def _speed(analysis: Analysis) -> list[dict[str, str]]:
     evidence = analysis.evidence
-    at_50 = _pair_ratios(evidence, "perf/tokens_per_s")
-    if not at_50:
+    ratios = _pair_ratios(evidence, "perf/tokens_per_s")
+    if not ratios:
         return []
     return [
         _row(
             "speed of SPES over full-model averaging",
             f"{percent(3.67 / 3.79, digits=0)} (3.67k against 3.79k tokens/s/GPU at H = 50)",
-            _span(at_50, lambda value: percent(value, digits=0)),
+            _span(ratios, lambda value: percent(value, digits=0)),
             f"nodes share one machine's cores and a loopback; here {_scale(evidence)}",
         )
     ]
