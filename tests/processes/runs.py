@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
+import os
 import signal
-import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +19,8 @@ from torch import Tensor
 from spes_core.checkpoint import load_weights
 from spes_core.config import RunConfig
 from spes_core.runfile import RunFile
-from workbench.processes import plan
+from workbench.launch.forkserver import ForkLauncher
+from workbench.processes import ProcessSpec, plan
 
 
 def write_corpus(folder: Path) -> Path:
@@ -36,29 +40,61 @@ def save_run(config: RunConfig, data_dir: Path, folder: Path) -> None:
     RunFile(trial=config.method, config=config, data_dir=str(data_dir), device="cpu").save(folder / "run.json")
 
 
-def start_all(folder: Path, *, but: str | None = None) -> dict[str, subprocess.Popen[str]]:
+class Started:
+    """A process of a run, started by this test process's fork server: it need not import the engine again."""
+
+    def __init__(self, spec: ProcessSpec, log: Path) -> None:
+        self._log, self._start_bytes = log, log.stat().st_size if log.exists() else 0
+        self._running = _launcher().start(spec, log)
+
+    def poll(self) -> int | None:
+        """Its exit status, None while it runs."""
+        return self._running.returncode
+
+    def kill(self) -> None:
+        """SIGKILL to it alone."""
+        if self._running.returncode is None and self._running.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._running.pid, signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> int:
+        """Its exit status, once it has ended."""
+        deadline_s = time.monotonic() + timeout_s
+        while (status := self.poll()) is None:
+            left_s = deadline_s - time.monotonic()
+            assert left_s > 0, f"{self._running.name} does not end"
+            _launcher().wait([self._running], left_s)
+        return status
+
+    @property
+    def output(self) -> str:
+        """What it has written to stdout and stderr."""
+        return self._log.read_bytes()[self._start_bytes :].decode("utf-8", "replace")
+
+
+@functools.cache
+def _launcher() -> ForkLauncher:
+    launcher = ForkLauncher()
+    atexit.register(launcher.close)
+    return launcher
+
+
+def start_all(folder: Path, *, but: str | None = None) -> dict[str, Started]:
     """The processes that the planner names, or all ``but`` one, each in a session of its own."""
     return {
-        spec.name: subprocess.Popen(
-            spec.argv,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        spec.name: Started(spec, folder / f"{spec.name}.log")
         for spec in plan(RunFile.load(folder / "run.json"), folder, sys.executable)
         if spec.name != but
     }
 
 
-def outputs(processes: dict[str, subprocess.Popen[str]], timeout_s: float = 60) -> dict[str, tuple[int, str]]:
+def outputs(processes: dict[str, Started], timeout_s: float = 60) -> dict[str, tuple[int, str]]:
     """Exit status and output of each; everything is killed once that has taken ``timeout_s``."""
     timer = threading.Timer(timeout_s, lambda: [process.kill() for process in processes.values()])
     timer.start()
-    with ThreadPoolExecutor(len(processes)) as pool:
-        texts = list(pool.map(lambda process: process.communicate()[0], processes.values()))
+    statuses = {name: process.wait(timeout_s + 30) for name, process in processes.items()}
     timer.cancel()
-    return {name: (process.returncode, text) for (name, process), text in zip(processes.items(), texts, strict=True)}
+    return {name: (statuses[name], process.output) for name, process in processes.items()}
 
 
 def run_all(folder: Path) -> None:
@@ -67,12 +103,12 @@ def run_all(folder: Path) -> None:
     assert all(status == 0 for status, _ in found.values()), "\n".join(f"{n}: {out}" for n, (_, out) in found.items())
 
 
-def kill_all(processes: dict[str, subprocess.Popen[str]]) -> None:
+def kill_all(processes: dict[str, Started]) -> None:
     """SIGKILL to everything at once; ranks die with their torchrun."""
     for process in processes.values():
-        process.send_signal(signal.SIGKILL)
+        process.kill()
     for process in processes.values():
-        process.communicate(timeout=20)
+        process.wait(20)
 
 
 def final_weights(folder: Path, name: str = "final") -> dict[str, Tensor]:

@@ -139,7 +139,7 @@ def test_a_refusal_ends_all_ranks_with_the_servers_words(corpus: Path, tmp_path:
         RunFile(trial="t", config=grouped, data_dir=str(data_dir), server_address=address).save(folder / "run.json")
         shutil.copy(tmp_path / "other" / TOKEN_FILE, folder)
         processes = start_all(folder)
-        processes.pop("server").communicate()  # its port is taken: it ends by itself
+        processes.pop("server").wait(60)  # its port is taken: it ends by itself
         ((status, output),) = outputs(processes).values()
     finally:
         server.kill()

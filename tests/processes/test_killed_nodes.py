@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
 from tests.equivalence.participants import assert_bitwise_equal, tiny, train_in_rounds
 from tests.processes.killed_node import PHASES
-from tests.processes.runs import final_weights, outputs, save_run, start_all, with_corpus, write_corpus
+from tests.processes.runs import Started, final_weights, outputs, save_run, start_all, with_corpus, write_corpus
+from workbench.processes import ProcessSpec
 
 pytestmark = pytest.mark.processes
 
@@ -47,8 +47,8 @@ def test_a_node_that_is_killed_again_and_again_changes_no_bit(codec: str, tmp_pa
     folder = tmp_path / "run"
     save_run(config, data_dir, folder)
     processes = start_all(folder, but="node-0")
-    command = [sys.executable, "-m", "tests.processes.killed_node", folder / "run.json", "0", *phases]
-    processes["node-0"] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = (sys.executable, "-m", "tests.processes.killed_node", str(folder / "run.json"), "0", *phases)
+    processes["node-0"] = Started(ProcessSpec(name="node-0", argv=command, env={}), folder / "node-0.log")
     found = outputs(processes, 120)
     assert all(status == 0 for status, _ in found.values()), found
     source = TokenSource(data_dir, config.data, config.seed)

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from spes_core.checkpoint import load_weights
-from spes_core.config import RunConfig
 from spes_core.data.batches import TokenSource
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
-from spes_core.runfile import RunFile
 from tests.equivalence.participants import assert_bitwise_equal, tiny, train_alone, train_in_rounds
+from tests.processes.runs import run_all, save_run, with_corpus, write_corpus
 
 pytestmark = pytest.mark.processes
 
@@ -29,12 +28,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of small documents with enough sequences for a few steps."""
-    folder = tmp_path_factory.mktemp("corpus ü")
-    for index in range(40):
-        words = (f"document {index} counts {number} and says {number * index % 17}." for number in range(60))
-        (folder / f"{index:02}.txt").write_text(" ".join(words), encoding="utf-8")
-    return folder
+    return write_corpus(tmp_path_factory.mktemp("corpus ü"))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -42,11 +36,7 @@ def test_processes_over_grpc_give_the_bits_of_one_process(method: str, corpus: P
     config = with_corpus(tiny(method=method, **METHODS[method]), corpus)
     data_dir = prepare(config.data, tmp_path / "cache")
     save_run(config, data_dir, tmp_path)
-    server = start("spes_core.server", tmp_path / "run.json")
-    nodes = [start("spes_core.node", tmp_path / "run.json", "--node", str(node)) for node in range(config.nodes)]
-    for process in (*nodes, server):
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+    run_all(tmp_path)
     expected = train_in_rounds(config, tmp_path / "inside", TokenSource(data_dir, config.data, config.seed))
     assert_bitwise_equal(load_weights(tmp_path / "weights" / "final.safetensors"), expected[0])
     digests = [last_round(tmp_path / "events" / f"node-{node}.jsonl")["digest"] for node in range(config.nodes)]
@@ -59,10 +49,7 @@ def test_nodes_that_never_exchange_train_alone_on_their_share(corpus: Path, tmp_
     config = with_corpus(tiny(method="local", partition={"kind": "full"}, sync={"exchange": "none"}), corpus)
     data_dir = prepare(config.data, tmp_path / "cache")
     save_run(config, data_dir, tmp_path)
-    for node in range(config.nodes):
-        process = start("spes_core.node", tmp_path / "run.json", "--node", str(node))
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, output
+    run_all(tmp_path)
     finals = [load_weights(tmp_path / "weights" / f"final-node-{node}.safetensors") for node in range(config.nodes)]
     assert not torch.equal(finals[0]["embedding"], finals[1]["embedding"])
 
@@ -76,12 +63,8 @@ def test_fsdp_on_one_rank_is_plain_training_and_on_two_ranks_too(corpus: Path, t
             corpus,
         )
         data_dir = prepare(config.data, tmp_path / "cache")
-        folder.mkdir()
         save_run(config, data_dir, folder)
-        group = start("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "spes_core.node",
-                      folder / "run.json")  # fmt: skip
-        output, _ = group.communicate(timeout=120)
-        assert group.returncode == 0, output
+        run_all(folder)
         finals[ranks] = load_weights(folder / "weights" / "final.safetensors")
         assert (folder / "events" / f"node-{ranks - 1}.jsonl").exists()
     source = TokenSource(data_dir, config.data, config.seed)
@@ -96,24 +79,11 @@ def test_fsdp_on_one_rank_is_plain_training_and_on_two_ranks_too(corpus: Path, t
 def test_a_node_that_finds_no_process_group_says_how_to_start_one(corpus: Path, tmp_path: Path) -> None:
     config = with_corpus(tiny(sync={"exchange": "gradients"}), corpus)
     save_run(config, tmp_path, tmp_path)
-    node = start("spes_core.node", tmp_path / "run.json")
-    output, _ = node.communicate(timeout=60)
+    command = [sys.executable, "-m", "spes_core.node", str(tmp_path / "run.json")]
+    node = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert node.returncode == 2
-    assert output.splitlines()[-1].startswith('error: sync.exchange ("gradients") needs one process group')
-
-
-def with_corpus(config: RunConfig, corpus: Path) -> RunConfig:
-    return replace(config, data=replace(config.data, corpus=str(corpus)))
+    assert node.stderr.splitlines()[-1].startswith('error: sync.exchange ("gradients") needs one process group')
 
 
 def last_round(events: Path) -> dict[str, object]:
     return [event for event in read_events(events) if event["kind"] == "round"][-1]
-
-
-def save_run(config: RunConfig, data_dir: Path, folder: Path) -> None:
-    RunFile(trial=config.method, config=config, data_dir=str(data_dir), device="cpu").save(folder / "run.json")
-
-
-def start(module: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -23,7 +23,7 @@ from workbench.results import round_table
 
 pytestmark = pytest.mark.processes
 
-STEPS = 120
+STEPS = 72
 METHODS: dict[str, dict[str, Any]] = {
     "spes": {"merge": {"alpha": 0.3, "until_step": STEPS}, "outer": {"kind": "nesterov"}},
     "spes groups": {"nodes": 1, "parallel": {"ranks_per_node": 2}, "merge": {"alpha": 0.3, "until_step": STEPS}},
