@@ -78,6 +78,28 @@ def _models(config: RunConfig) -> list[list[str]]:
     return [["server"], *by_node] if config.sync.exchange == "rounds" else by_node
 
 
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where one participant goes on."""
+
+    step: int
+    """Optimizer steps taken; 0: from the start."""
+    events_bytes: int
+    """Size of its event file then."""
+
+
+FROM_START = ResumePoint(0, 0)
+
+
+def resume_points(config: RunConfig, trial_dir: Path) -> dict[str, ResumePoint]:
+    """Where each participant of a run goes on, by the checkpoints in its folder."""
+    steps = {name: resume_step(config, trial_dir, name) for name in participants(config)}
+    return {
+        name: ResumePoint(step, manifest(trial_dir, name, step).events_bytes) if step else FROM_START
+        for name, step in steps.items()
+    }
+
+
 def resume_step(config: RunConfig, trial_dir: Path, participant: str) -> int:
     """The newest step from which a participant and its peers can go on; 0 for a fresh start."""
     common = set.intersection(*(stored_steps(config, trial_dir, name) for name in peers(config, participant)))

@@ -26,9 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from spes_core import snapshots
 from spes_core.events import cut_events
 from spes_core.runfile import RunFile
+from spes_core.snapshots import ResumePoint
 from workbench.durable import read_json, read_mapping, write_json
 from workbench.errors import TrialBusy
 from workbench.launch.launcher import Launcher, LaunchError
@@ -90,11 +90,7 @@ def run_trial(
             describe_trial(trial, trial_dir, settings)  # what an earlier attempt left stays: this one has nothing
             outcome = unlaunched(error)
         else:
-            step = keep_resumable(trial, trial_dir, settings)
-            run = prepare(trial, trial_dir, settings)
-            limits = Limits(timeout_s=settings.timeout_s, memory_bytes=settings.memory_limit_bytes, gpus=settings.gpus)
-            watch = Watch(run, trial_dir, launcher, limits, stop_request, on_progress, rules, resumed_at_step=step)
-            outcome = watch.carry_out()
+            outcome = _attempt(trial, trial_dir, settings, launcher, on_progress, stop_request, rules)
         write_json(trial_dir / "outcome.json", outcome)
         if outcome["status"] == "done":
             shutil.rmtree(trial_dir / "checkpoints", ignore_errors=True)
@@ -103,26 +99,45 @@ def run_trial(
         return result
 
 
-def keep_resumable(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> int:
-    """Leave in the trial's folder what its processes can go on from, and nothing else; the step, 0 for a fresh start.
+def _attempt(
+    trial: Trial,
+    trial_dir: Path,
+    settings: ExecutionSettings,
+    launcher: Launcher,
+    on_progress: OnProgress | None,
+    stop_request: StopRequest,
+    rules: Sequence[Rule],
+) -> dict[str, Any]:
+    """Run the trial, from where it can go on; what outcome.json holds."""
+    try:
+        points = keep_resumable(trial, trial_dir, settings, launcher)
+    except LaunchError as error:
+        describe_trial(trial, trial_dir, settings)
+        return unlaunched(error)
+    run = prepare(trial, trial_dir, settings)
+    limits = Limits(timeout_s=settings.timeout_s, memory_bytes=settings.memory_limit_bytes, gpus=settings.gpus)
+    watch = Watch(run, trial_dir, launcher, limits, stop_request, on_progress, rules, points=points)
+    return watch.carry_out()
+
+
+def keep_resumable(
+    trial: Trial, trial_dir: Path, settings: ExecutionSettings, launcher: Launcher
+) -> dict[str, ResumePoint]:
+    """Leave in the trial's folder what its processes can go on from, and nothing else; where, empty for a fresh start.
 
     Events after the checkpoint go, as the processes themselves would have it: whoever follows the files must not see
     them shrink. Nodes that never exchange go on each from its own checkpoint; the earliest counts.
     """
-    names = snapshots.participants(trial.config)
-    steps = dict.fromkeys(names, 0)
-    if _is_of(trial, trial_dir, settings):
-        steps = {name: snapshots.resume_step(trial.config, trial_dir, name) for name in names}
-    if not any(steps.values()):
+    points = launcher.resume_points(trial.config, trial_dir) if _is_of(trial, trial_dir, settings) else {}
+    if not any(point.step for point in points.values()):
         _empty(trial_dir)
-        return 0
+        return {}
     for pattern in ("result.json", "outcome.json", "server.address", "*.rendezvous", "*.store"):
         for path in trial_dir.glob(pattern):
             path.unlink()
-    for name, step in steps.items():
-        keep_bytes = snapshots.manifest(trial_dir, name, step).events_bytes if step else 0
-        cut_events(trial_dir / "events" / f"{name}.jsonl", keep_bytes)
-    return min(steps.values())
+    for name, point in points.items():
+        cut_events(trial_dir / "events" / f"{name}.jsonl", point.events_bytes)
+    return points
 
 
 def _is_of(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> bool:

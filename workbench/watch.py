@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from spes_core.runfile import RunFile
+from spes_core.snapshots import ResumePoint
 from workbench.failures import Failure, Status, classify, describe, first_failed, last_lines, log_bytes
 from workbench.follow import EventTail, TrialState
 from workbench.launch.launcher import Launcher, LaunchError, Running, count_running, stop
 from workbench.machine import oom_kills, resident_bytes
-from workbench.processes import GROUP, SERVER, plan
+from workbench.processes import GROUP, SERVER
 from workbench.progress import OnProgress
 from workbench.stopping import Rule, StopRequest, Verdict
 
@@ -47,16 +48,18 @@ class Watch:
         on_progress: OnProgress | None,
         rules: Sequence[Rule],
         *,
-        resumed_at_step: int,
+        points: Mapping[str, ResumePoint],
     ) -> None:
+        """``points`` says where each participant goes on; empty for a fresh start."""
         self._run, self._trial_dir, self._launcher, self._limits = run, trial_dir, launcher, limits
         self._on_progress, self._stop_request, self._rules = on_progress, stop_request, rules
         self._processes: list[Running] = []
         self._log_starts: dict[Path, int] = {}
         """Where in each log, in bytes, this attempt at the trial begins."""
         self._tail = EventTail(trial_dir / "events")
-        self._resumed_at_step = resumed_at_step
-        self._state = TrialState(run.trial, run.config.total_steps, resumed_at_step)
+        self._points = points
+        self._resumed_at_step = min((point.step for point in points.values()), default=0)
+        self._state = TrialState(run.trial, run.config.total_steps, self._resumed_at_step)
         self._verdict: Verdict | None = None
         self._launched_at_s = time.time()
         self._followed_at_s = self._measured_at_s = 0.0
@@ -73,6 +76,11 @@ class Watch:
             status, failure = "interrupted", self._ended("stopped by Ctrl-C")
         finally:
             stop(self._launcher, self._processes)
+        try:
+            self._launcher.collect(self._trial_dir)
+        except LaunchError as error:
+            if status == "done":
+                status, failure = "failed", Failure(message=str(error), process=None, log_tail=[])
         self._follow(at_once=True)
         if self._verdict is not None and status in ("done", "failed"):
             # A rule decides by the events alone: not by how quickly they were read.
@@ -89,7 +97,7 @@ class Watch:
     def _start(self) -> None:
         gpus = self._limits.gpus
         own = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-        for spec in plan(self._run, self._trial_dir):
+        for spec in self._launcher.stage(self._run, self._trial_dir, self._points):
             log = self._trial_dir / "logs" / spec.log_name
             self._log_starts[log] = log_bytes(log)
             self._processes.append(self._launcher.start(replace(spec, env=spec.env | own), log))

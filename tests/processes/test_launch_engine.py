@@ -28,10 +28,12 @@ from spes_core.config import (
 )
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
+from spes_core.snapshots import ResumePoint
 from tests.processes.test_launch import wait_until
 from workbench.execute import ExecutionSettings, keep_resumable, run_trial
 from workbench.execute import prepare as prepare_trial
 from workbench.launch.forkserver import ForkLauncher
+from workbench.launch.launcher import OnThisHost
 from workbench.processes import ProcessSpec
 from workbench.progress import Progress
 from workbench.stopping import StopRequest
@@ -299,7 +301,7 @@ def test_a_checkpoint_made_by_other_code_is_not_taken_up(settings: ExecutionSett
         snapshots.store(run, folder, write, step=10, round=0, events_bytes=0, values={})
 
     keep()
-    assert keep_resumable(trial(run), tmp_path, settings) == 10
+    assert keep_resumable(trial(run), tmp_path, settings, OnThisHost()) == {"node-0": ResumePoint(10, 0)}
     other = replace(settings, provenance={"code_digest": "other"})
-    assert keep_resumable(trial(run), tmp_path, other) == 0
+    assert keep_resumable(trial(run), tmp_path, other, OnThisHost()) == {}
     assert list(tmp_path.iterdir()) == []

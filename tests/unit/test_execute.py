@@ -63,6 +63,7 @@ class StandIns:
         self.launcher, self.actions, self.started = launcher, actions, []
         self.wait_ready, self.signal = launcher.wait_ready, launcher.signal
         self.wait, self.close = launcher.wait, launcher.close
+        self.resume_points, self.stage, self.collect = launcher.resume_points, launcher.stage, launcher.collect
 
     def start(self, spec: ProcessSpec, log: Path) -> Running:
         action = self.actions[spec.name]
@@ -370,7 +371,7 @@ def test_a_process_killed_while_the_kernel_counts_a_kill_for_memory_is_out_of_me
 def test_what_an_earlier_attempt_said_in_the_same_log_explains_no_later_one(
     launcher: Launcher, trial_dir: Path, settings: ExecutionSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execute, "keep_resumable", lambda *_: 0)  # as a resume: the logs stay
+    monkeypatch.setattr(execute, "keep_resumable", lambda *_: {})  # as a resume: the logs stay
     (trial_dir / "logs").mkdir(parents=True)
     earlier = "error: the corpus is empty\ntorch.OutOfMemoryError: CUDA out of memory\n"
     for name in TRAINS:

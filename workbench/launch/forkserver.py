@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from workbench.failures import last_words
-from workbench.launch.launcher import LaunchError, Running, child_environment, count_running
+from workbench.launch.launcher import LaunchError, OnThisHost, Running, child_environment, count_running
 from workbench.processes import ProcessSpec
 
 PRELOADED = (
@@ -46,7 +46,7 @@ _SERVER_ENVIRONMENT = {
 without opening it, or fork is not safe."""
 
 
-class ForkLauncher:
+class ForkLauncher(OnThisHost):
     """Client of the fork server (`workbench.launch.spawner`); may be shared by threads.
 
     The server starts loading at once in the background. Should it be killed, its children die with it and the next

@@ -1,7 +1,8 @@
 """What a launcher is: the interface between `execute` and the places where processes run.
 
-A launcher starts a `ProcessSpec` and gives a `Running`; waits until one of several ends; signals their groups. No
-process outlives `close`, nor the death of the process that holds the launcher, however it dies.
+A launcher stages a run where its processes will find it, starts each `ProcessSpec` and gives a `Running`; waits until
+one of several ends; signals their groups; and brings back what they have written. No process outlives `close`, nor the
+death of the process that holds the launcher, however it dies.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from spes_core import snapshots
+from spes_core.config import RunConfig
 from spes_core.errors import SpesError
-from workbench.processes import ProcessSpec
+from spes_core.runfile import RunFile
+from spes_core.snapshots import ResumePoint
+from workbench.processes import ProcessSpec, plan
 
 STOP_GRACE_S = 5.0
 """How long a process may take to end after SIGTERM before it gets SIGKILL."""
@@ -45,6 +50,16 @@ class Launcher(Protocol):
     def wait_ready(self) -> None:
         """Return when a process can be started without delay. Raises LaunchError."""
 
+    def resume_points(self, config: RunConfig, trial_dir: Path) -> dict[str, ResumePoint]:
+        """Where each participant of a run goes on, by what its processes have stored. Raises LaunchError."""
+
+    def stage(self, run: RunFile, trial_dir: Path, points: Mapping[str, ResumePoint]) -> Sequence[ProcessSpec]:
+        """Make everything ready for the processes of a run; these, in the order in which they must be started.
+
+        Without ``points`` what an earlier attempt has left elsewhere than in ``trial_dir`` is removed. Raises
+        LaunchError.
+        """
+
     def start(self, spec: ProcessSpec, log: Path) -> Running:
         """Start one process with stdout and stderr appended to ``log``. Raises LaunchError."""
 
@@ -54,8 +69,29 @@ class Launcher(Protocol):
     def wait(self, processes: Sequence[Running], timeout_s: float) -> None:
         """Return after ``timeout_s``, or as soon as one more of the processes has ended."""
 
+    def collect(self, trial_dir: Path) -> None:
+        """Return when ``trial_dir`` has all that the processes of a run have written for others, once they have ended.
+
+        Raises LaunchError.
+        """
+
     def close(self) -> None:
         """End every process."""
+
+
+class OnThisHost:
+    """The part of a launcher that says where files are, where the processes use the trial's folder itself."""
+
+    def resume_points(self, config: RunConfig, trial_dir: Path) -> dict[str, ResumePoint]:
+        """See `Launcher`."""
+        return snapshots.resume_points(config, trial_dir)
+
+    def stage(self, run: RunFile, trial_dir: Path, points: Mapping[str, ResumePoint]) -> Sequence[ProcessSpec]:
+        """See `Launcher`."""
+        return plan(run, trial_dir)
+
+    def collect(self, trial_dir: Path) -> None:
+        """See `Launcher`."""
 
 
 def count_running(processes: Sequence[Running]) -> int:

@@ -12,7 +12,15 @@ from types import TracebackType
 from typing import Self
 
 from workbench.launch.forkserver import ForkLauncher
-from workbench.launch.launcher import LaunchError, Running, child_environment, count_running, signal_group, stop
+from workbench.launch.launcher import (
+    LaunchError,
+    OnThisHost,
+    Running,
+    child_environment,
+    count_running,
+    signal_group,
+    stop,
+)
 from workbench.processes import ProcessSpec
 
 
@@ -21,7 +29,7 @@ def open_launcher() -> ForkLauncher | SubprocessLauncher:
     return ForkLauncher() if sys.platform == "linux" else SubprocessLauncher()
 
 
-class SubprocessLauncher:
+class SubprocessLauncher(OnThisHost):
     """Starts every process from scratch, for platforms where a fork server is not safe; may be shared by threads."""
 
     def __init__(self) -> None:
