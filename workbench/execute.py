@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from spes_core.events import cut_events
 from spes_core.runfile import RunFile
 from spes_core.snapshots import ResumePoint
 from workbench.durable import read_json, read_mapping, write_json
@@ -35,6 +34,7 @@ from workbench.launch.launcher import Launcher, LaunchError
 from workbench.progress import OnProgress
 from workbench.results import build_result
 from workbench.stopping import Rule, StopRequest, stop_on_signals
+from workbench.trialfolder import cut_back, empty
 from workbench.trials import Trial
 from workbench.watch import Limits, Watch, unlaunched
 
@@ -125,18 +125,13 @@ def keep_resumable(
 ) -> dict[str, ResumePoint]:
     """Leave in the trial's folder what its processes can go on from, and nothing else; where, empty for a fresh start.
 
-    Events after the checkpoint go, as the processes themselves would have it: whoever follows the files must not see
-    them shrink. Nodes that never exchange go on each from its own checkpoint; the earliest counts.
+    Nodes that never exchange go on each from its own checkpoint; the earliest counts.
     """
     points = launcher.resume_points(trial.config, trial_dir) if _is_of(trial, trial_dir, settings) else {}
     if not any(point.step for point in points.values()):
-        _empty(trial_dir)
+        empty(trial_dir)
         return {}
-    for pattern in ("result.json", "outcome.json", "server.address", "*.rendezvous", "*.store"):
-        for path in trial_dir.glob(pattern):
-            path.unlink()
-    for name, point in points.items():
-        cut_events(trial_dir / "events" / f"{name}.jsonl", point.events_bytes)
+    cut_back(trial_dir, points)
     return points
 
 
@@ -201,11 +196,3 @@ def exclusive(trial_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(folder)
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()

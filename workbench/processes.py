@@ -25,6 +25,8 @@ class ProcessSpec:
     """Command line; the first word is a Python interpreter."""
     env: dict[str, str]
     """Environment variables that are set on top of the launcher's own."""
+    host: str | None = None
+    """The host that it is started on, by its name in the inventory; None: this one."""
 
     @property
     def log_name(self) -> str:
@@ -32,24 +34,27 @@ class ProcessSpec:
         return f"{self.name}.log"
 
 
-def plan(run: RunFile, trial_dir: Path, python: str = sys.executable) -> list[ProcessSpec]:
+def plan(
+    run: RunFile, trial_dir: Path, python: str = sys.executable, package: Path = Path(spes_core.__file__).parent
+) -> list[ProcessSpec]:
     """The processes of a run whose run.json lies in ``trial_dir``, in the order in which they are started.
 
     Rounds need one server and N nodes; gradients need one torchrun group of nodes × parallel.ranks_per_node ranks
-    and no server; without any exchange there are N nodes. A node of several ranks is a torchrun group of its own.
+    and no server; without any exchange there are N nodes. A node of several ranks is a torchrun group of its own. All
+    paths are those of the host where the processes run: ``package`` is the folder of spes_core there.
     """
     run_file = str(trial_dir.absolute() / "run.json")
     exchange, env = run.config.sync.exchange, environment(run)
     if exchange == "gradients":
         ranks = run.config.world_size
-        argv = _group_argv(python, trial_dir.absolute(), ranks, GROUP)
+        argv = _group_argv(python, package, trial_dir.absolute(), ranks, GROUP)
         return [ProcessSpec(name=GROUP, argv=argv, env=env | _group_environment())]
     ranks = run.config.parallel.ranks_per_node
     nodes = []
     for node in range(run.config.nodes):
         name, argv = f"node-{node}", (python, "-m", "spes_core.node", run_file)
         if ranks > 1:
-            argv = _group_argv(python, trial_dir.absolute(), ranks, name)
+            argv = _group_argv(python, package, trial_dir.absolute(), ranks, name)
         node_env = env | _group_environment() if ranks > 1 else env
         nodes.append(ProcessSpec(name=name, argv=(*argv, "--node", str(node)), env=node_env))
     server = ProcessSpec(name=SERVER, argv=(python, "-m", "spes_core.server", run_file), env=env)
@@ -84,7 +89,7 @@ def _group_environment() -> dict[str, str]:
     }
 
 
-def _group_argv(python: str, trial_dir: Path, ranks: int, name: str) -> tuple[str, ...]:
+def _group_argv(python: str, package: Path, trial_dir: Path, ranks: int, name: str) -> tuple[str, ...]:
     """A single-host torchrun group that meets in a file, as torch's own TCP store listens on every interface.
 
     On Linux torchrun forks the ranks, which then have torch loaded, as torchrun has. Elsewhere it starts each from
@@ -96,7 +101,7 @@ def _group_argv(python: str, trial_dir: Path, ranks: int, name: str) -> tuple[st
     meeting = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", *file)
     logs = ("--log-dir", str(trial_dir / "logs"))
     if sys.platform == "linux":
-        node = ("--start-method", "fork", "--run-path", "--", str(Path(spes_core.__file__).with_name("node.py")))
+        node = ("--start-method", "fork", "--run-path", "--", str(package / "node.py"))
     else:
         node = ("-m", "--", "spes_core.node")
     return (python, *torchrun, *meeting, *logs, *node, str(trial_dir / "run.json"), "--die-with-parent")

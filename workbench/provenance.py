@@ -45,7 +45,7 @@ def collect() -> dict[str, Any]:
         "code_digest": code_digest(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "hardware": hardware(),
     }
 
@@ -98,7 +98,8 @@ def _git(root: Path, *arguments: str) -> bytes | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version of an installed package; None when it is absent."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -77,7 +77,7 @@ class Watch:
         finally:
             stop(self._launcher, self._processes)
         try:
-            self._launcher.collect(self._trial_dir)
+            self._launcher.collect(self._trial_dir, is_done=status == "done")
         except LaunchError as error:
             if status == "done":
                 status, failure = "failed", Failure(message=str(error), process=None, log_tail=[])
@@ -128,7 +128,8 @@ class Watch:
         """What became of a trial of which a process failed before all others."""
         if failed.died_with_launcher:
             # Their last words tell of the consequences, and none of them is to blame: it may be tried again.
-            message = "the launcher of its processes died, and they with it; resources.retries tries it again by itself"
+            what = failed.lost_with or "the launcher of its processes died"
+            message = f"{what}, and they with it; resources.retries tries it again by itself"
             return "failed", Failure(message=message, process=None, log_tail=[])
         log = self._trial_dir / "logs" / f"{failed.name}.log"
         start, killed_for_memory = self._log_starts[log], oom_kills() > self._oom_kills

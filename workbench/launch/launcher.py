@@ -42,6 +42,8 @@ class Running:
         """1 for the first process of its launcher that ended, and so on; 0 while it runs."""
         self.died_with_launcher = False
         """Whether it was ended by the death of its launcher, for no reason of its own."""
+        self.lost_with = ""
+        """What became of the host or the connection with which it was lost, in words; "" where that is not known."""
 
 
 class Launcher(Protocol):
@@ -69,10 +71,10 @@ class Launcher(Protocol):
     def wait(self, processes: Sequence[Running], timeout_s: float) -> None:
         """Return after ``timeout_s``, or as soon as one more of the processes has ended."""
 
-    def collect(self, trial_dir: Path) -> None:
+    def collect(self, trial_dir: Path, *, is_done: bool) -> None:
         """Return when ``trial_dir`` has all that the processes of a run have written for others, once they have ended.
 
-        Raises LaunchError.
+        When the run ``is_done``, what is left of it elsewhere is removed. Raises LaunchError.
         """
 
     def close(self) -> None:
@@ -90,7 +92,7 @@ class OnThisHost:
         """See `Launcher`."""
         return plan(run, trial_dir)
 
-    def collect(self, trial_dir: Path) -> None:
+    def collect(self, trial_dir: Path, *, is_done: bool) -> None:
         """See `Launcher`."""
 
 

@@ -1,0 +1,265 @@
+"""Trials on other hosts, each an agent with a folder of its own: the bits, events and files of a trial that ran here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from spes_core.config import CheckpointConfig, RunConfig
+from spes_core.data.tokenize import prepare
+from spes_core.events import read_events
+from tests.equivalence.participants import assert_bitwise_equal
+from tests.processes.runs import final_weights, write_corpus
+from tests.processes.test_launch import wait_until
+from tests.processes.test_launch_engine import config, trial
+from workbench.execute import ExecutionSettings, run_trial
+from workbench.launch.hostlink import HostLink
+from workbench.launch.launcher import LaunchError
+from workbench.launch.local import open_launcher
+from workbench.launch.remote import Placement, RemoteLauncher, Site
+from workbench.stopping import StopRequest
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: the fork server ends its children with prctl"),
+]
+
+NODES = ("a", "a", "b", "c")
+SHORT = config(steps=24, checkpoint=CheckpointConfig(interval_rounds=2))
+LONG = config(steps=4000, checkpoint=CheckpointConfig(interval_rounds=2))
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> ExecutionSettings:
+    corpus = write_corpus(tmp_path_factory.mktemp("corpus ü"))
+    data = replace(config().data, corpus=str(corpus))
+    return ExecutionSettings(data_dir=prepare(data, tmp_path_factory.mktemp("cache é")), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def expected(settings: ExecutionSettings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the short trial, run here."""
+    folder = tmp_path_factory.mktemp("local")
+    with open_launcher() as launcher:
+        assert run_trial(trial(SHORT), folder, settings, launcher)["status"] == "done"
+    return folder
+
+
+def agent(work: Path, *options: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", "workbench.launch.agent", "--work", str(work), *options)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hosts with a blank")
+
+
+@pytest.fixture(scope="module")
+def launcher(hosts: Path) -> Iterator[RemoteLauncher]:
+    sites = [Site(name=name, connector=agent(hosts / name), address="127.0.0.1") for name in "abc"]
+    with RemoteLauncher(sites, lambda _: Placement("a", NODES)) as launcher:
+        launcher.wait_ready()
+        yield launcher
+    assert processes_under(hosts) == []
+
+
+def processes_under(hosts: Path) -> list[psutil.Process]:
+    """All processes that name a folder of the hosts on their command line, which fork servers' children keep not."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(hosts) in word for word in process.info["cmdline"] or ()):
+            found.append(process)
+    return found
+
+
+def family(launcher: RemoteLauncher) -> dict[str, list[psutil.Process]]:
+    """By host: the agent and all that it has started."""
+    found = {}
+    for name in "abc":
+        top = psutil.Process(launcher.link(name)._process.pid)
+        found[name] = [top, *top.children(recursive=True)]
+    return found
+
+
+def lasting(path: Path) -> list[dict[str, Any]]:
+    """Events without clocks and process ids."""
+    changing = {"time_s", "tokens_per_s", "pid", "rss_peak_bytes", "address"}
+    return [
+        {key: value for key, value in event.items() if key not in changing and not key.endswith(("_s", "_bytes"))}
+        for event in read_events(path)
+        if event["kind"] not in ("memory", "resume")
+    ]
+
+
+def test_a_trial_on_three_hosts_is_the_trial_that_ran_here(
+    launcher: RemoteLauncher, hosts: Path, settings: ExecutionSettings, expected: Path, tmp_path: Path
+) -> None:
+    seen: list[int] = []
+    result = run_trial(trial(SHORT), tmp_path, settings, launcher, lambda progress: seen.append(progress.step))
+    assert result["status"] == "done", result["error"]
+    assert_bitwise_equal(final_weights(tmp_path), final_weights(expected))
+    names = sorted(path.name for path in (expected / "events").iterdir())
+    assert sorted(path.name for path in (tmp_path / "events").iterdir()) == names
+    for name in names:
+        if name != "server.jsonl":  # what it records depends on who comes first
+            assert lasting(tmp_path / "events" / name) == lasting(expected / "events" / name)
+    local = __import__("json").loads((expected / "result.json").read_text())
+    assert result["metrics"].keys() == local["metrics"].keys()
+    assert result["metrics"]["comm/uplink_gb"] == local["metrics"]["comm/uplink_gb"]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        *(f"node-{node}.log" for node in range(4)),
+        "server.log",
+    ]
+    assert seen[-1] == SHORT.total_steps
+    for name in "abc":
+        assert list((hosts / name / "trials").iterdir()) == [], "nothing of a trial that is done stays"
+        assert len(list((hosts / name / "data").iterdir())) == 1
+
+
+def test_each_host_holds_its_own_secrets_and_no_others(
+    launcher: RemoteLauncher, hosts: Path, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    background = Background(launcher, settings, tmp_path, LONG)
+    keys = {name: sorted(path.name for path in (hosts / name).glob("trials/*/credentials/*.key")) for name in "abc"}
+    assert keys == {"a": ["node-0.key", "node-1.key", "server.key"], "b": ["node-2.key"], "c": ["node-3.key"]}
+    for path in hosts.glob("*/trials/*/credentials/*"):
+        assert path.stat().st_mode & 0o077 == 0
+    background.request.reason = "enough"
+    assert background.end()["status"] == "interrupted"
+    for name, processes in family(launcher).items():
+        assert [p for p in processes[1:] if "spawner" not in " ".join(p.cmdline())] == [], name
+
+
+class Background:
+    """A trial in a thread, once it trains."""
+
+    def __init__(self, launcher: Any, settings: ExecutionSettings, folder: Path, run: RunConfig) -> None:
+        self.result: dict[str, Any] = {}
+        self.request = StopRequest()
+        self.folder = folder
+
+        def work() -> None:
+            self.result.update(run_trial(trial(run), folder, settings, launcher, stop_request=self.request))
+
+        self.thread = threading.Thread(target=work)
+        self.thread.start()
+        wait_until(lambda: self.step() >= 1, 120)
+
+    def step(self) -> int:
+        """The last step that node 3 has told of."""
+        told = [event["step"] for event in read_events(self.folder / "events" / "node-3.jsonl") if "step" in event]
+        return max(told, default=0)
+
+    def end(self) -> dict[str, Any]:
+        self.thread.join(120)
+        assert not self.thread.is_alive()
+        return self.result
+
+
+def test_a_host_that_is_lost_ends_the_trial_and_the_same_command_goes_on_with_the_same_bits(
+    launcher: RemoteLauncher, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    run = replace(SHORT, budget_tokens=SHORT.budget_tokens * 8)
+    background = Background(launcher, settings, tmp_path / "cut", run)
+    wait_until(lambda: background.step() >= 30, 120)
+    before = family(launcher)
+    before["b"][0].kill()
+    result = background.end()
+    assert result["status"] == "failed"
+    assert result["error"]["message"].startswith("host b was lost (")
+    assert result["error"]["log_tail"] == []
+    wait_until(lambda: not any(process.is_running() for process in before["b"]), 20)
+    launcher.wait_ready()
+    assert run_trial(trial(run), tmp_path / "cut", settings, launcher)["status"] == "done"
+    kinds = [event["kind"] for event in read_events(tmp_path / "cut" / "events" / "node-2.jsonl")]
+    assert "resume" in kinds
+    assert run_trial(trial(run), tmp_path / "whole", settings, launcher)["status"] == "done"
+    assert_bitwise_equal(final_weights(tmp_path / "cut"), final_weights(tmp_path / "whole"))
+    steps = [
+        event["step"] for event in read_events(tmp_path / "cut" / "events" / "node-2.jsonl") if "loss_nats" in event
+    ]
+    assert len(steps) == len(set(steps))
+
+
+CONTROLLER = """
+import sys, pickle
+from pathlib import Path
+from workbench.launch.remote import Placement, RemoteLauncher, Site
+from workbench.execute import run_trial
+trial, settings, folder, connectors = pickle.load(open(sys.argv[1], "rb"))
+sites = [Site(name=name, connector=one, address="127.0.0.1") for name, one in connectors.items()]
+with RemoteLauncher(sites, lambda _: Placement("a", ("a", "a", "b", "c"))) as launcher:
+    run_trial(trial, folder, settings, launcher)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_no_process_of_any_host_outlives_the_controller(
+    number: int, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    """SIGSTOP stands for a controller, or a link, that is there and says nothing: the lease ends."""
+    import pickle
+
+    connectors = {name: agent(tmp_path / name, "--lease", "8") for name in "abc"}
+    (tmp_path / "in").write_bytes(pickle.dumps((trial(LONG), settings, tmp_path / "t", connectors)))
+    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path / "in")], start_new_session=True)
+    try:
+        events = tmp_path / "t" / "events" / "node-3.jsonl"
+        wait_until(lambda: any("step" in event for event in read_events(events)), 120)
+        started = psutil.Process(controller.pid).children(recursive=True)
+        assert len(started) >= 3 + 3 + 5
+        os.kill(controller.pid, number)
+        wait_until(lambda: not any(is_alive(process) for process in started), 60)
+    finally:
+        controller.kill()
+        controller.wait()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_an_agent_touches_nothing_outside_its_folder_and_says_what_is_wrong(tmp_path: Path) -> None:
+    link = HostLink("a", agent(tmp_path / "work"), lambda *_: None, lambda _: None)
+    try:
+        for path in ("../out", "/etc/motd", "a/../../out", ""):
+            with pytest.raises(LaunchError, match="host a: .* is not below the work folder"):
+                link.ask("put", b"x", path=path)
+        with pytest.raises(LaunchError, match="host a: it knows no request 'dance'"):
+            link.ask("dance")
+        with pytest.raises(LaunchError, match="host a: .*unexpected keyword"):
+            link.ask("put", b"x", road="a")
+        link.put("a b/c", b"1" * 3_000_000)
+        assert (tmp_path / "work/a b/c").read_bytes() == b"1" * 3_000_000
+    finally:
+        link.close()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("sh", "-c", "echo 'ssh: connect to host b port 22: No route to host' >&2; exit 255"), "No route to host"),
+        (("echo", "Welcome to b!"), "what came is not of an agent"),
+        (("no-such-command-here",), "no-such-command-here cannot be started"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_named_with_its_own_words(command: tuple[str, ...], words: str) -> None:
+    with (
+        RemoteLauncher([Site(name="b", connector=command, address="b")], lambda _: Placement("b", ("b",))) as launcher,
+        pytest.raises(LaunchError, match=f"host b: .*{words}"),
+    ):
+        launcher.wait_ready()

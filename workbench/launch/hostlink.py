@@ -1,0 +1,161 @@
+"""The controller's connection to the agent on one host, through whatever command reaches it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from workbench.failures import last_words
+from workbench.launch import wire
+from workbench.launch.launcher import LaunchError
+
+PING_S = 5.0
+ANSWER_TIMEOUT_S = 60.0
+_CLOSE_S = 10.0
+OnReport = Callable[["HostLink", wire.Message], None]
+
+
+class HostLink:
+    """One running connector command; may be shared by threads. Once it is ``lost`` it stays so."""
+
+    def __init__(self, name: str, connector: Sequence[str], on_report: OnReport, on_lost: Callable[[HostLink], None]):
+        """``connector`` is a command whose stdin and stdout are those of an agent on the host.
+
+        ``on_report`` gets each report of the agent, ``on_lost`` is called once when the connection has ended; both in
+        the link's own thread. Raises LaunchError when the command cannot be started.
+        """
+        self.name, self._on_report, self._on_lost = name, on_report, on_lost
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        try:
+            self._process = subprocess.Popen(
+                connector,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._stderr,
+                start_new_session=True,  # Ctrl-C is for the controller, which ends its hosts in order
+                bufsize=0,
+            )
+        except OSError as error:
+            self._stderr.close()
+            raise LaunchError(f"host {name}: {connector[0]} cannot be started: {error}") from error
+        self.lost = ""
+        """Why the connection has ended; "" while it has not."""
+        self._is_closing = False
+        self._changed, self._sending = threading.Condition(), threading.Lock()
+        self._asked, self._answers = 0, dict[int, dict[str, Any]]()
+        self._closed = threading.Event()
+        self._reader = threading.Thread(target=self._read, name=f"host {name}", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._ping, name=f"ping {name}", daemon=True).start()
+
+    def ask(self, do: str, body: bytes = b"", *, timeout_s: float = ANSWER_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
+        """The agent's answer to a request. Raises LaunchError, which names the host."""
+        number = self._send(do, body, fields)
+        with self._changed:
+            answered = self._changed.wait_for(lambda: number in self._answers or self.lost, timeout_s)
+            answer = self._answers.pop(number, None)
+        if answer is None:
+            why = self.lost if answered else f"no answer to {do!r} came within {timeout_s:g} s"
+            raise LaunchError(f"host {self.name}: {why}")
+        if "error" in answer:
+            raise LaunchError(f"host {self.name}: {answer['error']}")
+        return answer
+
+    def put(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        """Write a file of the host; readers find it whole or not at all."""
+        partial = f"{path}.partial"
+        for start in range(0, max(len(content), 1), wire.CHUNK_BYTES):
+            body = content[start : start + wire.CHUNK_BYTES]
+            self.ask("put", body, path=partial, offset=start, mode=mode)
+        self.ask("rename", path=partial, to=path)
+
+    def put_file(self, source: Path, path: str) -> None:
+        """Copy a file to the host."""
+        start = 0
+        with source.open("rb") as file:
+            while (body := file.read(wire.CHUNK_BYTES)) or start == 0:
+                self.ask("put", body, path=path, offset=start)
+                start += len(body)
+                if not body:
+                    return
+
+    def put_folder(self, source: Path, path: str) -> None:
+        """Copy a folder of files to the host, unless it is there: under its name only when it is whole."""
+        if self.ask("has", path=path)["there"]:
+            return
+        partial = f"{path}.partial"
+        self.ask("remove", folder=partial)
+        for file in sorted(source.rglob("*")):
+            if file.is_file():
+                self.put_file(file, f"{partial}/{file.relative_to(source).as_posix()}")
+        self.ask("rename", path=partial, to=path)
+
+    def close(self) -> None:
+        """End the agent, and with it all that it has started."""
+        self._is_closing = True
+        self._closed.set()
+        with contextlib.suppress(OSError), self._sending:
+            self._stdin.close()
+        try:
+            self._process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(_CLOSE_S)
+        self._stderr.close()
+
+    @property
+    def _stdin(self) -> BinaryIO:
+        assert self._process.stdin is not None
+        return self._process.stdin  # type: ignore[return-value]
+
+    def _send(self, do: str, body: bytes, fields: dict[str, Any]) -> int:
+        with self._sending:
+            self._asked += 1
+            number = self._asked
+            left = memoryview(wire.pack({"do": do, "id": number, **fields}, body))
+            with contextlib.suppress(OSError, ValueError):  # has the connection ended, the reading thread says so
+                while left:
+                    left = left[os.write(self._stdin.fileno(), left) :]
+        return number
+
+    def _read(self) -> None:
+        """Take in what the agent says until its end (own thread)."""
+        why = ""
+        assert self._process.stdout is not None
+        try:
+            with os.fdopen(os.dup(self._process.stdout.fileno()), "rb") as stream:
+                while (message := wire.read(stream)) is not None:
+                    self._take(message)
+        except (wire.WireError, OSError) as error:
+            why = f"what came is not of an agent: {error}"
+            self._process.kill()
+        self._process.wait()
+        if not self._is_closing:
+            why = why or last_words(self._stderr) or f"the connection ended (exit status {self._process.returncode})"
+        with self._changed:
+            self.lost = why or "the connection was closed"
+            self._changed.notify_all()
+        self._closed.set()
+        if not self._is_closing:
+            self._on_lost(self)
+
+    def _take(self, message: wire.Message) -> None:
+        if message.header.get("event") != "answer":
+            self._on_report(self, message)
+            return
+        with self._changed:
+            self._answers[message.header["id"]] = message.header
+            self._changed.notify_all()
+
+    def _ping(self) -> None:
+        """Keep the agent's lease (own thread)."""
+        while not self._closed.wait(PING_S):
+            with contextlib.suppress(LaunchError):
+                self.ask("ping")
