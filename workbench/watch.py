@@ -128,8 +128,12 @@ class Watch:
         """What became of a trial of which a process failed before all others."""
         if failed.died_with_launcher:
             # Their last words tell of the consequences, and none of them is to blame: it may be tried again.
-            what = failed.lost_with or "the launcher of its processes died"
-            message = f"{what}, and they with it; resources.retries tries it again by itself"
+            what = (
+                f"{failed.lost_with}, and its processes with it"
+                if failed.lost_with
+                else ("the launcher of its processes died, and they with it")
+            )
+            message = f"{what}; resources.retries tries it again by itself"
             return "failed", Failure(message=message, process=None, log_tail=[])
         log = self._trial_dir / "logs" / f"{failed.name}.log"
         start, killed_for_memory = self._log_starts[log], oom_kills() > self._oom_kills

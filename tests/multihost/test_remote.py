@@ -1,8 +1,10 @@
-"""Trials on other hosts, each an agent with a folder of its own: the bits, events and files of a trial that ran here."""
+"""Trials on other hosts, each an agent with a folder of its own: bits, events and files of a trial that ran here."""
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -113,7 +115,7 @@ def test_a_trial_on_three_hosts_is_the_trial_that_ran_here(
     for name in names:
         if name != "server.jsonl":  # what it records depends on who comes first
             assert lasting(tmp_path / "events" / name) == lasting(expected / "events" / name)
-    local = __import__("json").loads((expected / "result.json").read_text())
+    local = json.loads((expected / "result.json").read_text())
     assert result["metrics"].keys() == local["metrics"].keys()
     assert result["metrics"]["comm/uplink_gb"] == local["metrics"]["comm/uplink_gb"]
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
@@ -169,14 +171,14 @@ class Background:
 def test_a_host_that_is_lost_ends_the_trial_and_the_same_command_goes_on_with_the_same_bits(
     launcher: RemoteLauncher, settings: ExecutionSettings, tmp_path: Path
 ) -> None:
-    run = replace(SHORT, budget_tokens=SHORT.budget_tokens * 8)
+    run = replace(SHORT, budget_tokens=SHORT.budget_tokens * 3)
     background = Background(launcher, settings, tmp_path / "cut", run)
-    wait_until(lambda: background.step() >= 30, 120)
+    wait_until(lambda: background.step() >= 10, 120)
     before = family(launcher)
     before["b"][0].kill()
     result = background.end()
     assert result["status"] == "failed"
-    assert result["error"]["message"].startswith("host b was lost (")
+    assert result["error"]["message"].startswith("host b was lost (the connection ended, exit status -9), and its")
     assert result["error"]["log_tail"] == []
     wait_until(lambda: not any(process.is_running() for process in before["b"]), 20)
     launcher.wait_ready()
@@ -185,10 +187,9 @@ def test_a_host_that_is_lost_ends_the_trial_and_the_same_command_goes_on_with_th
     assert "resume" in kinds
     assert run_trial(trial(run), tmp_path / "whole", settings, launcher)["status"] == "done"
     assert_bitwise_equal(final_weights(tmp_path / "cut"), final_weights(tmp_path / "whole"))
-    steps = [
-        event["step"] for event in read_events(tmp_path / "cut" / "events" / "node-2.jsonl") if "loss_nats" in event
-    ]
-    assert len(steps) == len(set(steps))
+    told = list(read_events(tmp_path / "cut" / "events" / "node-2.jsonl"))
+    steps = [event["step"] for event in told if event["kind"] == "train"]
+    assert len(steps) == len(set(steps)) > 3
 
 
 CONTROLLER = """
@@ -208,8 +209,6 @@ def test_no_process_of_any_host_outlives_the_controller(
     number: int, settings: ExecutionSettings, tmp_path: Path
 ) -> None:
     """SIGSTOP stands for a controller, or a link, that is there and says nothing: the lease ends."""
-    import pickle
-
     connectors = {name: agent(tmp_path / name, "--lease", "8") for name in "abc"}
     (tmp_path / "in").write_bytes(pickle.dumps((trial(LONG), settings, tmp_path / "t", connectors)))
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path / "in")], start_new_session=True)
@@ -236,11 +235,11 @@ def test_an_agent_touches_nothing_outside_its_folder_and_says_what_is_wrong(tmp_
     link = HostLink("a", agent(tmp_path / "work"), lambda *_: None, lambda _: None)
     try:
         for path in ("../out", "/etc/motd", "a/../../out", ""):
-            with pytest.raises(LaunchError, match="host a: .* is not below the work folder"):
+            with pytest.raises(LaunchError, match=r"host a: .* is not below the work folder"):
                 link.ask("put", b"x", path=path)
         with pytest.raises(LaunchError, match="host a: it knows no request 'dance'"):
             link.ask("dance")
-        with pytest.raises(LaunchError, match="host a: .*unexpected keyword"):
+        with pytest.raises(LaunchError, match=r"host a: .*unexpected keyword"):
             link.ask("put", b"x", road="a")
         link.put("a b/c", b"1" * 3_000_000)
         assert (tmp_path / "work/a b/c").read_bytes() == b"1" * 3_000_000

@@ -9,9 +9,8 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
-from workbench.failures import last_words
 from workbench.launch import wire
 from workbench.launch.launcher import LaunchError
 
@@ -138,7 +137,7 @@ class HostLink:
             self._process.kill()
         self._process.wait()
         if not self._is_closing:
-            why = why or last_words(self._stderr) or f"the connection ended (exit status {self._process.returncode})"
+            why = why or _words(self._stderr) or f"the connection ended, exit status {self._process.returncode}"
         with self._changed:
             self.lost = why or "the connection was closed"
             self._changed.notify_all()
@@ -159,3 +158,10 @@ class HostLink:
         while not self._closed.wait(PING_S):
             with contextlib.suppress(LaunchError):
                 self.ask("ping")
+
+
+def _words(stderr: IO[bytes]) -> str:
+    """The last line that the command has written about itself."""
+    stderr.seek(0)
+    lines = stderr.read()[-4096:].decode("utf-8", "replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
