@@ -209,7 +209,7 @@ def test_no_process_of_any_host_outlives_the_controller(
     number: int, settings: ExecutionSettings, tmp_path: Path
 ) -> None:
     """SIGSTOP stands for a controller, or a link, that is there and says nothing: the lease ends."""
-    connectors = {name: agent(tmp_path / name, "--lease", "8") for name in "abc"}
+    connectors = {name: agent(tmp_path / name, "--lease", "7") for name in "abc"}
     (tmp_path / "in").write_bytes(pickle.dumps((trial(LONG), settings, tmp_path / "t", connectors)))
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path / "in")], start_new_session=True)
     try:

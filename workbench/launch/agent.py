@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import queue
 import shutil
 import socket
 import sys
@@ -24,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from spes_core import snapshots
 from spes_core.config import from_dict
@@ -57,19 +58,25 @@ class Agent:
         self._sent: dict[str, dict[str, int]] = {}
         """By trial folder: how many bytes of each file the controller has."""
         self._heard_at_s = time.monotonic()
+        self._requests: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
 
-    def serve(self, lease_s: float) -> None:
+    def serve(self, lease_s: float) -> NoReturn:
         """Answer until the controller goes, however it goes; leaves no process."""
+        for target in (self._receive, self._report):
+            threading.Thread(target=target, daemon=True).start()
         threading.Thread(target=self._watch_lease, args=(lease_s,), daemon=True).start()
-        threading.Thread(target=self._report, daemon=True).start()
+        while True:
+            self._send(self._answer(self._requests.get()))
+
+    def _receive(self) -> None:
+        """Take in requests, also while one is being carried out, until the controller goes (own thread)."""
         try:
             while (message := wire.read(self._incoming)) is not None:
                 self._heard_at_s = time.monotonic()
-                self._send(self._answer(message))
+                self._requests.put(message)
         except wire.WireError as error:
-            self._send({"event": "answer", "id": None, "error": f"not understood: {error}"})
-        finally:
-            self._launcher.close()
+            print(f"error: the controller is not understood: {error}", file=sys.stderr, flush=True)
+        self._end()
 
     def _answer(self, message: wire.Message) -> Reply:
         header = message.header
@@ -237,9 +244,10 @@ class Agent:
             time.sleep(left_s)
         self._end()
 
-    def _end(self) -> None:
+    def _end(self) -> NoReturn:
+        """End at once, whatever the other threads do."""
         self._launcher.close()
-        os._exit(1)
+        os._exit(0)
 
     def _inside(self, path: str) -> Path:
         """A path below the work folder. Raises ValueError for any other."""
@@ -256,7 +264,7 @@ def _files(folder: Path, parts: tuple[str, ...]) -> Iterator[Path]:
                 yield path
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Serve until the controller goes."""
     parser = argparse.ArgumentParser(prog="python -m workbench.launch.agent", description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder under which everything is kept")
@@ -266,10 +274,7 @@ def main() -> int:
     outgoing = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     Agent(options.work.expanduser().absolute(), sys.stdin.buffer, outgoing).serve(options.lease)
-    return 0
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stderr.flush()
-    os._exit(status)  # the reporting threads have nothing left to say
+    main()
