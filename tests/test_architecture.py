@@ -133,6 +133,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "errors",
         "events",
         "filedigest",
+        "invitation",
         "link",
         "model",
         "names",

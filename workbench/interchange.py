@@ -122,7 +122,7 @@ def _write(
             _write_trial(study, trial, corpora[Corpus.of(trial.config.data)], part)
         part.rename(folder)
         head = f"# {study.name}: {study.question}\n# {folder.name} beside this file holds secrets: keep it private.\n"
-        out.write_text(head + yaml.safe_dump(tree, sort_keys=False, width=10_000), encoding="utf-8")
+        out.write_text(head + yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=10_000), encoding="utf-8")
     except OSError as error:
         raise StudyError([f"--out: {out} cannot be written: {error}; name another file"]) from error
     finally:
@@ -130,12 +130,26 @@ def _write(
     return Exported(file=out, folder=folder, trials=tuple(trial.name for trial in trials), left_out=tuple(left_out))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Scripts line by line, and nothing by reference."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
 def _write_trial(study: Study, trial: Trial, corpus: PreparedCorpus, folder: Path) -> None:
     place = folder / _data_of(trial, corpus)
     if not place.exists():
         shutil.copytree(corpus.folder, place)
     keys = folder / trial.name / "keys"
-    keys.parent.mkdir()
+    for node in range(trial.config.nodes):
+        (keys.parent / f"node-{node}").mkdir(parents=True)
     run = _run_of(study, trial, str(corpus.folder))
     invite(run, keys, f"{HOST}:{run.server_address.rpartition(':')[2]}")
     config = run.config
@@ -215,7 +229,7 @@ def _resources(study: Study, trials: Sequence[Trial]) -> Tree:
 
 
 def _compose(study: Study, trial: Trial, corpora: Mapping[Corpus, PreparedCorpus], out: Path) -> Tree:
-    """A server and its nodes; each container sees the secrets of its own part alone."""
+    """A server and its nodes, each of which sees its own secrets alone."""
     corpus, folder, at = corpora[Corpus.of(trial.config.data)], f"./{_folder_of(out).name}", "/spes"
     shown = ["python", "-m", "spes_core.server", "status", f"{HOST}:{study.launcher.port or _PORT}"]
     usual: Tree = {
@@ -248,6 +262,7 @@ def _compose(study: Study, trial: Trial, corpora: Mapping[Corpus, PreparedCorpus
         own_mounts = [_mount(f"{folder}/{invitation}", f"{at}/{invitation}", fixed=True)]
         services[f"node-{node}"] = {
             **usual,
+            **(_gpus(trial, node) if study.launcher.device == "cuda" else {}),
             "command": _node_argv(trial, corpus, node),
             "volumes": [*fixed, *own_mounts, _mount(f"{folder}/{own}", f"{at}/{own}")],
             "depends_on": {HOST: {"condition": "service_healthy"}},
@@ -255,10 +270,18 @@ def _compose(study: Study, trial: Trial, corpora: Mapping[Corpus, PreparedCorpus
     return {"services": services, "networks": {"spes": {}}}
 
 
+def _gpus(trial: Trial, node: int) -> Tree:
+    """The GPUs of a node where the study asks for some."""
+    ranks = trial.config.parallel.ranks_per_node
+    ids = [str(node * ranks + rank) for rank in range(ranks)]
+    device = {"driver": "nvidia", "device_ids": ids, "capabilities": ["gpu"]}
+    return {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
+
+
 def _mount(source: str, target: str, *, fixed: bool = False) -> Tree:
     """A folder or file of this machine; in the long form, since names of trials may hold any character but a slash."""
     mount: Tree = {"type": "bind", "source": source, "target": target}
-    return mount | ({"read_only": True} if fixed else {"bind": {"create_host_path": True}})
+    return mount | ({"read_only": True} if fixed else {})
 
 
 def _environment(study: Study, trial: Trial) -> dict[str, str]:

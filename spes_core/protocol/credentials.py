@@ -101,7 +101,7 @@ def check_certificate(folder: Path, name: str, found: Credentials) -> None:
         raise _wrong(f'("{folder}") {message}') from error
     subjects = [item.value for item in certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
     if subjects != [name]:
-        shown = ", ".join(f'"{one}"' for one in subjects)
+        shown = ", ".join(f'"{one!s}"' for one in subjects)
         raise _wrong(f'("{folder}") has a {certificate_file} that is for {shown}, and not for "{name}"')
     if key.public_key() != certificate.public_key():
         raise _wrong(f'("{folder}") has a {name}.key that does not belong to {certificate_file}')
