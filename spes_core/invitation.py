@@ -192,6 +192,7 @@ def _content(path: Path) -> dict[str, Any]:
         raise _wrong(path, f"is larger than the {_MOST_BYTES} bytes of the largest invitation")
     try:
         content = json.loads(data)
+        json.dumps(content, ensure_ascii=False).encode()  # half characters cannot be written anywhere
     except (ValueError, RecursionError) as error:
         raise _wrong(path, f"is damaged, or no invitation: {str(error)[:200]}") from error
     if not isinstance(content, dict) or _KEY not in content:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m workbench.study {name}", description=run.__doc__)
     add(parser)
     try:
-        return run(parser.parse_args(rest))
+        return run(parser.parse_intermixed_args(rest))
     except StudyError as error:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)

@@ -211,6 +211,7 @@ HOSTILE = {
     "another node": (lambda c: changed(c, node=1), 'that is for "node-3", and not for "node-1"'),
     "transport": (lambda c: changed(c, address="unix:/run/x.sock:1"), 'address ("unix:/run/x.sock:1") must be'),
     "config": (lambda c: changed(c, config={**c["config"], "nodes": 0}), "nodes (0) must be"),
+    "half character": (lambda c: changed(c, key="\ud800"), "is damaged, or no invitation"),
     "no key": (lambda c: changed(c, key="-----"), "that is no certificate or key"),
 }
 

@@ -167,7 +167,7 @@ def test_an_export_replaces_nothing_and_names_what_cannot_be_exported(
     assert (
         "--trial (nobody) must be a trial that exchanges in rounds; there are: spes-seed=0-" in capsys.readouterr().err
     )
-    assert commands.main(["export-sky", str(study), "~arms.spes", "--out", "other.yaml"]) == 2
+    assert commands.main(["export-sky", str(study), "--out", "other.yaml", "~arms.spes"]) == 2
     assert "no trial exchanges in rounds" in capsys.readouterr().err
     assert commands.main(["export-sky", str(study), "--out", "/proc/none/x.yaml"]) == 2
     assert "--out: /proc/none/x.yaml cannot be written" in capsys.readouterr().err
