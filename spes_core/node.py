@@ -1,7 +1,7 @@
-"""One training participant: ``python -m spes_core.node RUN.json --node N``.
+"""One training participant: ``python -m spes_core.node RUN.json --node N``, or ``... node-N.invite`` (`participant`).
 
 The edge where configuration, data, model, optimizer and network are wired together. Exit status: 0 when every step
-was taken, 1 on a failure, 2 on bad configuration; the last line on stderr then says what was wrong.
+was taken, 1 on a failure, 2 on bad configuration, 130 interrupted; the last line on stderr then says what was wrong.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from spes_core.data.batches import TokenSource
 from spes_core.errors import ConfigError, Problem, SpesError, file_failure
 from spes_core.events import Events, EventWriter, NoEvents
 from spes_core.initial import fill, initial_weights
+from spes_core.invitation import SUFFIX
 from spes_core.model import counting
 from spes_core.model.decoder import Decoder
+from spes_core.participant import settle
 from spes_core.processlife import die_with_parent, end
 from spes_core.protocol.connect import connect
 from spes_core.runfile import RunFile
@@ -42,16 +44,27 @@ from spes_core.train.weights import DividedWeights, LocalWeights, follow
 def main(argv: list[str] | None = None) -> int:
     """Run one participant to its end; the return value is the exit status."""
     parser = argparse.ArgumentParser(prog="python -m spes_core.node", description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="run.json of the trial")
+    parser.add_argument("run", type=Path, help="run.json of the trial, or an invitation, node-<n>.invite")
     parser.add_argument("--node", type=int, default=0, help="index of this node, from 0 (torchrun ranks set their own)")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end when the process that started this one ends"
     )
     parser.add_argument("--allow-plaintext", action="store_true", help="call a server elsewhere unencrypted")
+    invited = parser.add_argument_group("with an invitation")
+    invited.add_argument("--data", type=Path, metavar="CORPUS_FOLDER", help="tokenized text (default: prepared here)")
+    invited.add_argument(
+        "--init", type=Path, metavar="FILE", help="the first weights, where the run has a file of them"
+    )
+    invited.add_argument(
+        "--folder", type=Path, metavar="DIR", help="what is written (default: ./spes-<trial>-node-<n>)"
+    )
     arguments = parser.parse_args(argv)
     if arguments.die_with_parent:
         die_with_parent()
     try:
+        if arguments.run.suffix == SUFFIX:
+            given = {name: getattr(arguments, name) for name in ("data", "init", "folder")}
+            arguments.run, arguments.node = settle(arguments.run, **given)
         run = RunFile.load(arguments.run)
         run = replace(run, allow_plaintext=run.allow_plaintext or arguments.allow_plaintext)
         run_node(run, arguments.run.parent, arguments.node)
@@ -64,6 +77,9 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {file_failure(arguments.run.parent, error)}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -1,5 +1,6 @@
 """The parameter server process: `python -m spes_core.server RUN.json`. Around it two commands: `credentials DIR` makes
-certificates and a join token (`protocol.credentials`), `status ADDR` asks a server (`protocol.status`).
+certificates and a join token (`protocol.credentials`), `status ADDR` asks a server (`protocol.status`). With
+`--credentials DIR` it first writes an invitation for each node there (`invitation`).
 
 Writes its address and process id to server.address, its events to events/server.jsonl, what nodes upload to rounds/
 and the final weights to weights/final.safetensors, all beside RUN.json. Started again, it goes on from its newest
@@ -32,6 +33,7 @@ from spes_core.config import RunConfig
 from spes_core.errors import ConfigError, DataError, Problem, RoundFailed, file_failure
 from spes_core.events import EventWriter
 from spes_core.initial import initial_weights
+from spes_core.invitation import invite
 from spes_core.model.counting import tensor_shapes
 from spes_core.processlife import die_with_parent, end, rss_peak_bytes
 from spes_core.protocol import channel, credentials, status
@@ -64,12 +66,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN.json", help="what to run; its folder takes events and address")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
     parser.add_argument("--allow-plaintext", action="store_true", help="listen beyond this machine unencrypted")
+    by_hand = parser.add_argument_group("participants with no account here")
+    by_hand.add_argument("--credentials", type=Path, metavar="DIR", help="make certificates and invitations there")
+    by_hand.add_argument("--listen", metavar="HOST:PORT", help="where to listen (default: as run.json says)")
+    by_hand.add_argument("--public", metavar="HOST:PORT", help="as participants call it (default: as --listen)")
     options = parser.parse_args(arguments)
     if options.die_with_parent:
         die_with_parent()
     try:
         run = RunFile.load(options.run)
         run = replace(run, allow_plaintext=run.allow_plaintext or options.allow_plaintext)
+        run = _with_invitations(run, options.credentials, options.listen, options.public)
         check_servable(run)
         torch.set_num_threads(run.threads)
         return_freed_memory()
@@ -154,6 +161,21 @@ class Listening:
         """Serve nothing new, and let answers that are under way go out."""
         self._health.enter_graceful_shutdown()
         self._server.stop(_FAREWELL_S).wait()
+
+
+def _with_invitations(run: RunFile, folder: Path | None, listen: str | None, public: str | None) -> RunFile:
+    """The run as it is served; with a folder of credentials every node has an invitation there."""
+    run = replace(run, server_address=listen or run.server_address)
+    if folder is None:
+        if public is not None:
+            raise _wrong(
+                "--public", "is written into invitations: give the folder that takes them as --credentials DIR"
+            )
+        return run
+    check_servable(replace(run, credentials=str(folder)))
+    run, lines = invite(run, folder, public)
+    print("\n".join(lines), flush=True)
+    return run
 
 
 def _wrong(path: str, message: str) -> ConfigError:

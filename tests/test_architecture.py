@@ -64,7 +64,10 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("train.*", "data.*", "hf.*", "checkpoint", "initial"),
         ("mlflow", "optuna", "hydra", "pandas", "matplotlib", *EDGES),
     ),
-    "engine edges": (("node", "server"), ("mlflow", "optuna", "hydra", "pandas", "matplotlib", "workbench")),
+    "engine edges": (
+        ("node", "server", "invitation", "participant"),
+        ("mlflow", "optuna", "hydra", "pandas", "matplotlib", "workbench"),
+    ),
 }
 
 BLOCKER = """
@@ -130,6 +133,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "errors",
         "events",
         "filedigest",
+        "invitation",
         "link",
         "model",
         "names",

@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from spes_core.errors import SpesError
 from workbench.errors import StudyError
+
+if TYPE_CHECKING:
+    from workbench.corpora import PreparedCorpus
+    from workbench.interchange import Exported
+    from workbench.spec import Study
+    from workbench.trials import Corpus, Variant
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 """Exit codes."""
@@ -22,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m workbench.study {name}", description=run.__doc__)
     add(parser)
     try:
-        return run(parser.parse_args(rest))
+        return run(parser.parse_intermixed_args(rest))
     except StudyError as error:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)
@@ -134,6 +141,57 @@ def _schema(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _interchange_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="the study's file")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as python -m workbench.study takes them")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: <study>.sky.yaml or <study>.compose.yaml")
+
+
+def _compose_arguments(parser: argparse.ArgumentParser) -> None:
+    _interchange_arguments(parser)
+    parser.add_argument("--trial", metavar="NAME", help="which trial (default: the first that exchanges in rounds)")
+
+
+def _export_sky(options: argparse.Namespace) -> int:
+    """Write a SkyPilot task that runs a study's trials on rented machines, and a folder with what they need."""
+    from workbench.interchange import export_sky
+
+    study, variants, corpora = _prepared(options)
+    out = options.out or Path(f"{study.name}.sky.yaml")
+    return _tell(export_sky(study, variants, corpora, out), f"sky launch {out}")
+
+
+def _export_compose(options: argparse.Namespace) -> int:
+    """Write a compose file that runs one trial of a study in containers, and a folder with what they need."""
+    from workbench.interchange import export_compose
+
+    study, variants, corpora = _prepared(options)
+    out = options.out or Path(f"{study.name}.compose.yaml")
+    return _tell(export_compose(study, variants, corpora, out, options.trial), f"docker compose -f {out} up --build")
+
+
+def _prepared(options: argparse.Namespace) -> tuple[Study, Sequence[Variant], Mapping[Corpus, PreparedCorpus]]:
+    """The study, what runs whatever a search finds, and the text."""
+    from workbench.spec import read_study
+    from workbench.study import prepare_corpora
+    from workbench.trials import expand, without_search
+
+    study = read_study(options.study, options.overrides)
+    variants = without_search(study, expand(study))
+    if not variants:
+        raise StudyError(["all trials of this study are those of its search, which proposes them while it runs"])
+    return study, variants, prepare_corpora(study, variants)
+
+
+def _tell(exported: Exported, command: str) -> int:
+    print(f"{exported.file}: {', '.join(exported.trials)}")
+    print(f"{exported.folder}: what it needs; it holds secrets of the run, so keep it private")
+    if exported.left_out:
+        print(f"left out: {', '.join(exported.left_out)}")
+    print(f"next, from the repository's root: {command}")
+    return DONE
+
+
 Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 COMMANDS: dict[str, Command] = {
     "status": (_study_arguments, _status),
@@ -141,6 +199,8 @@ COMMANDS: dict[str, Command] = {
     "compare": (_compare_arguments, _compare),
     "export": (_export_arguments, _export),
     "export-mlflow": (_mlflow_arguments, _export_mlflow),
+    "export-sky": (_interchange_arguments, _export_sky),
+    "export-compose": (_compose_arguments, _export_compose),
     "schema": (_no_arguments, _schema),
 }
 """By name: what adds the command's arguments to a parser, and what runs it."""

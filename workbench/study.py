@@ -53,6 +53,8 @@ commands on results (each has --help; STUDY is results/<study>, a study's name, 
   python -m workbench.study compare STUDY                     arms over seeds, paired differences
   python -m workbench.study export STUDY --out FILE.tar.gz    one archive that another person can verify
   python -m workbench.study export-mlflow STUDY               its MLflow experiment, rebuilt from its results
+  python -m workbench.study export-sky STUDY.yaml             a SkyPilot task: its trials on rented machines
+  python -m workbench.study export-compose STUDY.yaml         a compose file: one trial in containers
   python -m workbench.study schema                            JSON Schema of a study file, for editors
 """
 

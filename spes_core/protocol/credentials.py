@@ -78,12 +78,14 @@ def load(folder: Path, name: str | None) -> Credentials:
         raise _wrong(f'("{folder}") must hold {needed} of one `credentials` command: {error}') from error
     if not shown.token:
         raise _wrong(f'("{folder}") has an empty {TOKEN_FILE}; copy it from where `credentials` has made it')
-    _check_certificate(folder, name, shown)
+    check_certificate(folder, name, shown)
     return shown
 
 
-def _check_certificate(folder: Path, name: str, found: Credentials) -> None:
-    """Raises ConfigError for what would only fail later, in words about ports and handshakes."""
+def check_certificate(folder: Path, name: str, found: Credentials) -> None:
+    """Raises ConfigError for what would only fail later, in words about ports and handshakes; ``folder`` (or a file)
+    is where the process ``name`` has it from.
+    """
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -97,6 +99,10 @@ def _check_certificate(folder: Path, name: str, found: Credentials) -> None:
     except (ValueError, TypeError) as error:
         message = f"has a ca.pem, {certificate_file} or {name}.key that is no certificate or key: {error}"
         raise _wrong(f'("{folder}") {message}') from error
+    subjects = [item.value for item in certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)]
+    if subjects != [name]:
+        shown = ", ".join(f'"{one!s}"' for one in subjects)
+        raise _wrong(f'("{folder}") has a {certificate_file} that is for {shown}, and not for "{name}"')
     if key.public_key() != certificate.public_key():
         raise _wrong(f'("{folder}") has a {name}.key that does not belong to {certificate_file}')
     try:
@@ -111,6 +117,19 @@ def _check_certificate(folder: Path, name: str, found: Credentials) -> None:
         )
 
 
+def missing_name(server: Credentials, host: str) -> str:
+    """Why nodes that call the server ``host`` would not trust its certificate; "" when they would."""
+    from cryptography import x509
+
+    assert server.certificate is not None
+    certificate = x509.load_pem_x509_certificate(server.certificate)
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    known = [str(name.value) for name in names]
+    return (
+        "" if str(_general_name(host).value) in known else f"is not among the names of server.pem ({', '.join(known)})"
+    )
+
+
 def of_server(credentials: str | None, folder: Path) -> Credentials:
     """What the server of the run in ``folder`` shows; without certificates a token that it leaves there, once."""
     if credentials is not None:
@@ -121,7 +140,7 @@ def of_server(credentials: str | None, folder: Path) -> Credentials:
         token = secrets.token_hex(_TOKEN_BYTES)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         temporary.unlink(missing_ok=True)
-        _write_private(temporary, token.encode() + b"\n")
+        write_private(temporary, token.encode() + b"\n")
         temporary.replace(path)
     return Credentials(token=token)
 
@@ -166,7 +185,7 @@ def make(folder: Path, nodes: int, hosts: Sequence[str]) -> list[Path]:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name in files:
-            _write_private(folder / name, contents[name])
+            write_private(folder / name, contents[name])
     except OSError as error:
         raise ConfigError([Problem("DIR", f'("{folder}") cannot be written: {error}')]) from error
     return [folder / name for name in files]
@@ -249,7 +268,7 @@ def _pem(thing: Any) -> bytes:
     return bytes(thing.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain))
 
 
-def _write_private(path: Path, content: bytes) -> None:
+def write_private(path: Path, content: bytes) -> None:
     """A new file that only this user can read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
