@@ -38,6 +38,9 @@ from workbench.stopping import Rule, StopRequest, stop_on_signals
 from workbench.trials import Trial
 from workbench.watch import Limits, Watch, unlaunched
 
+NOT_OF_A_RUN = ("slurm.json", "slurm.stop")
+"""Files of a trial's folder that a fresh start leaves: which job it is, and that it is to end (`workbench.slurm`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSettings:
@@ -190,6 +193,8 @@ def exclusive(trial_dir: Path) -> Iterator[None]:
 
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
+        if path.name in NOT_OF_A_RUN:
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
