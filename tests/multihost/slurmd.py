@@ -85,7 +85,7 @@ class Slurm:
     def jobs(self) -> dict[str, str]:
         """State of every job that Slurm remembers, ended or not, by job id (12 or 12_0)."""
         lines = self.command("squeue", "--noheader", "--array", "--states=all", "--format=%i %T").splitlines()
-        return dict((line.split()[0], line.split()[1]) for line in lines)
+        return {line.split()[0]: line.split()[1] for line in lines}
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def slurm() -> Iterator[Slurm]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("a user's folder".replace("'", ""))
+    folder = tmp_path_factory.mktemp("a user folder")
     (folder / "corpus").mkdir()
     for number, text in enumerate(texts(80)):
         (folder / "corpus" / f"{number}.txt").write_text(text, encoding="utf-8")
@@ -83,7 +83,9 @@ def wait_until(is_so: Callable[[], Any], timeout_s: float = 90) -> Any:
 
 
 def weights(results: Path) -> dict[str, bytes]:
-    return {file.parents[1].name: file.read_bytes() for file in results.glob("small/trials/*/weights/final.safetensors")}
+    return {
+        file.parents[1].name: file.read_bytes() for file in results.glob("small/trials/*/weights/final.safetensors")
+    }
 
 
 def trial(results: Path) -> Path:
@@ -112,7 +114,7 @@ def test_a_study_of_two_jobs_gives_the_bits_of_a_local_run(folder: Path, slurm: 
 
 
 def test_requeue_and_a_killed_controller_resume_bit_for_bit(folder: Path, slurm: Slurm) -> None:
-    results, options = folder / "picked", ["small.yaml", "run.budget_tokens=51_200", "~arms.dilico"]
+    results, options = folder / "picked", ["small.yaml", "run.budget_tokens=25_600", "~arms.dilico"]
     first = start(folder, slurm, *options, "--results", "picked")
     wait_until(lambda: steps(results) >= 4)
     assert "running" in run(folder, slurm, "status", "small", "--results", "picked")

@@ -68,7 +68,7 @@ class TrialJob:
         if here["code_digest"] != there.get("code_digest"):
             message = (
                 f"the code in {ROOT} ({here['code_digest'][:12]}) is not that which submitted the job"
-                f" ({str(there.get('code_digest'))[:12]}); it has changed since: run the study again with --retry-failed"
+                f" ({str(there.get('code_digest'))[:12]}); --retry-failed submits it with the present code"
             )
             describe_trial(trial, trial_dir, settings)
             return str(settle(trial_dir, "failed", message, [f"error: {message}"])["status"])
