@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
-from workbench.budget import Budget, Slot
+from workbench.budget import Budget, Need, Slot
 from workbench.corpora import PreparedCorpus
 from workbench.dryrun import axis_paths, axis_text
 from workbench.durable import read_mapping
 from workbench.errors import TrialBusy
 from workbench.evaluating import Evaluations
 from workbench.execute import ExecutionSettings, run_trial
+from workbench.failures import died_silently
 from workbench.launch.launcher import Launcher
 from workbench.launch.local import open_launcher
 from workbench.mirror import CLOSE_TIMEOUT_S, Mirror
@@ -23,6 +24,7 @@ from workbench.mirrored import unmirrored
 from workbench.progress import Progress
 from workbench.provenance import collect
 from workbench.selection import is_selected
+from workbench.slurm.trials import SlurmTrials
 from workbench.spec import Study
 from workbench.stopping import DivergenceRule, Rule, StopRequest, stop_on_signals
 from workbench.store import Stored, StudyFolder
@@ -82,6 +84,16 @@ class Campaign:
             timeout_s=study.resources.timeout_s,
         )
         self._is_new = False
+        is_slurm = study.launcher.kind == "slurm"
+        self._slurm = SlurmTrials(study, self._folder, self._execution_settings) if is_slurm else None
+
+    def submit(self, *, retry_failed: bool) -> None:
+        """Hand what is not done to Slurm and leave it there; the same command without --detach takes the results."""
+        assert self._slurm is not None
+        pending = [trial for trial in self._trials if self._is_pending(trial, retry_failed)]
+        self._say_what_stays(pending)
+        self._write_study()
+        self._slurm.submit(pending)
 
     def run(self, *, retry_failed: bool) -> Outcome:
         """Run what is not done, write the report, show the results."""
@@ -159,10 +171,11 @@ class Campaign:
 
     def _run_trials(self, batches: Iterator[Sequence[Trial]], total: int) -> bool:
         """Run the trials of one group after another; whether the user stopped them."""
-        with stop_on_signals() as stop_request, open_launcher() as launcher:
+        place = open_launcher() if self._slurm is None else nullcontext()
+        with stop_on_signals() as stop_request, place as launcher:
             mirror = Mirror(self._folder.path.parent, self._study.name)
             try:
-                print(f"{self._bound}{total} trials to run; preparing the engine and MLflow's store", flush=True)
+                print(f"{self._bound}{total} trials to run; {self._preparing}", flush=True)
                 _wait_for_store(mirror, stop_request)
                 with progress_lines(total) as lines:
                     self._carry_out(batches, self._crew(launcher, lines, stop_request), lines, mirror, stop_request)
@@ -185,6 +198,8 @@ class Campaign:
 
         # A group is asked for only by a study that goes on: a search would take what was stopped for ended.
         while not stop_request.made and (batch := next(batches, None)) is not None:
+            if self._slurm is not None:
+                self._slurm.submit(batch)
             with closing(crew.carry_out(batch, begin)) as ends:
                 for trial, stored in ends:
                     self._stored[trial.id] = stored
@@ -194,8 +209,14 @@ class Campaign:
                     if self._fail_fast and stored.status not in _NO_FAILURE and not stop_request.made:
                         stop_request.reason = f"{trial.name} is {stored.status} (--fail-fast)"
 
-    def _crew(self, launcher: Launcher, lines: PlainLines | LiveLines, stop_request: StopRequest) -> Crew:
+    def _crew(self, launcher: Launcher | None, lines: PlainLines | LiveLines, stop_request: StopRequest) -> Crew:
         resources, launching = self._study.resources, self._study.launcher
+        if launcher is None:  # the cluster has the room, and its queue the order
+            nothing = Need(cores=0, memory_bytes=0, gpus=0)
+            return Crew(
+                lambda trial, _: self._follow_trial(trial, lines, stop_request), lambda _: nothing, self._budget, None,
+                stop_request,
+            )  # fmt: skip
         return Crew(
             lambda trial, slot: self._run_trial(trial, slot, launcher, lines, stop_request),
             lambda trial: self._budget.need(trial.config, resources, launching),
@@ -203,6 +224,10 @@ class Campaign:
             None if resources.parallel_trials == "auto" else resources.parallel_trials,
             stop_request,
         )
+
+    @property
+    def _preparing(self) -> str:
+        return f"preparing {'the engine and ' if self._slurm is None else ''}MLflow's store"
 
     def _take_from_others(self) -> None:
         """What other controllers have ended of the trials that they were running."""
@@ -226,23 +251,12 @@ class Campaign:
         newest = self._folder.stored(trial)
         if not newest.will_run and newest != self._stored[trial.id]:
             return newest
-        resources, launching = self._study.resources, self._study.launcher
-        limit_gb = resources.trial_memory_gb
-        settings = ExecutionSettings(
-            data_dir=self._corpora[Corpus.of(trial.config.data)].folder,
-            device=launching.device,
-            threads=launching.threads,
-            server_address=f"127.0.0.1:{launching.port}",
-            timeout_s=resources.timeout_s,
-            memory_limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
-            gpus=slot.gpus,
-            provenance=self._provenance,
-        )
+        settings = self._execution_settings(trial, slot.gpus)
 
         def show(progress: Progress) -> None:
             lines.update(progress)
 
-        for _ in range(1 + resources.retries):
+        for _ in range(1 + self._study.resources.retries):
             folder, rules = self._folder.trial_dir(trial), self._rules(trial)
             try:
                 result = run_trial(trial, folder, settings, launcher, show, stop_request, rules)
@@ -254,9 +268,36 @@ class Campaign:
         result = self._evaluations.complete(trial_dir, result, lambda: stop_request.made, gpus=slot.gpus)
         return Stored(status=result["status"], result=result)
 
+    def _follow_trial(self, trial: Trial, lines: PlainLines | LiveLines, stop_request: StopRequest) -> Stored:
+        """Wait for the job of a trial."""
+        assert self._slurm is not None
+
+        def show(progress: Progress) -> None:
+            lines.update(progress)
+
+        return self._slurm.run(trial, show, lambda: self._own_rules(trial), stop_request)
+
+    def _execution_settings(self, trial: Trial, gpus: tuple[str, ...] | None = None) -> ExecutionSettings:
+        resources, launching = self._study.resources, self._study.launcher
+        limit_gb = resources.trial_memory_gb
+        return ExecutionSettings(
+            data_dir=self._corpora[Corpus.of(trial.config.data)].folder,
+            device=launching.device,
+            threads=launching.threads,
+            server_address=f"127.0.0.1:{launching.port}",
+            timeout_s=resources.timeout_s,
+            memory_limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
+            gpus=gpus,
+            provenance=self._provenance,
+        )
+
     def _rules(self, trial: Trial) -> list[Rule]:
         """What may end a trial before its last step, the same in all arms."""
-        return [DivergenceRule(self._study.divergence)]
+        return [DivergenceRule(self._study.divergence), *self._own_rules(trial)]
+
+    def _own_rules(self, trial: Trial) -> list[Rule]:
+        """Those of them that need this controller."""
+        return []
 
     def _show_results(self) -> None:
         axes = axis_paths(trial.axes for trial in self._trials)
@@ -296,14 +337,6 @@ def render_report(study_dir: Path, report_dir: Path) -> Path:
 def _shown(path: Path) -> Path:
     """The path as a user at the current folder would write it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def died_silently(result: Mapping[str, Any]) -> bool:
-    """Whether a process of a failed trial ended without saying why, as one does that is killed from outside."""
-    if result["status"] != "failed":
-        return False
-    said = (result.get("error") or {}).get("log_tail", [])
-    return not any(line.startswith(("error:", "Traceback")) for line in said)
 
 
 def _outcome(stored: Stored) -> str:

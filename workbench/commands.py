@@ -81,6 +81,15 @@ def _status(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _cancel(options: argparse.Namespace) -> int:
+    """Cancel the Slurm jobs of a study and wait until they have ended; what was trained stays, and can be continued."""
+    from workbench.slurm.status import cancel_study
+    from workbench.studyfolder import find_study
+
+    cancel_study(find_study(options.study, options.results))
+    return DONE
+
+
 def _table_arguments(parser: argparse.ArgumentParser) -> None:
     _study_arguments(parser)
     parser.add_argument("--metrics", nargs="+", default=[], metavar="NAME", help="metrics, such as eval/loss")
@@ -195,6 +204,7 @@ def _tell(exported: Exported, command: str) -> int:
 Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 COMMANDS: dict[str, Command] = {
     "status": (_study_arguments, _status),
+    "cancel": (_study_arguments, _cancel),
     "table": (_table_arguments, _table),
     "compare": (_compare_arguments, _compare),
     "export": (_export_arguments, _export),

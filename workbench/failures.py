@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from workbench.launch.launcher import Running
 
@@ -63,6 +63,14 @@ def describe(process: Running, log: Path, start_bytes: int = 0, *, killed_for_me
     said = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
     message = said[-1] if said else _ending(process, lines, killed_for_memory)
     return Failure(message=message, process=process.name, log_tail=lines[-_TAIL_LINES:])
+
+
+def died_silently(result: Mapping[str, Any]) -> bool:
+    """Whether a process of a failed trial ended without saying why, as one does that is killed from outside."""
+    if result["status"] != "failed":
+        return False
+    said = (result.get("error") or {}).get("log_tail", [])
+    return not any(line.startswith(("error:", "Traceback")) for line in said)
 
 
 def last_lines(log: Path, start_bytes: int = 0) -> list[str]:

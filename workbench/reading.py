@@ -19,7 +19,7 @@ from workbench.terminal import print_table
 LOG_LINES = 3
 """Last lines of the log that are shown of a trial that failed."""
 _ALWAYS = ("eval/loss", "comm/uplink_gb", "mem/trained_state_gb", "perf/tokens_per_s", "perf/wall_time_s")
-_UNFINISHED = ("new", "running", "interrupted")
+_UNFINISHED = ("new", "pending", "running", "interrupted")
 
 
 def show_status(study_dir: Path) -> None:
@@ -34,7 +34,7 @@ def show_status(study_dir: Path) -> None:
         if trial.log_tail:
             print(f"\n{trial.name}, last words of its log:")
             print("\n".join(f"  {line}" for line in trial.log_tail[-LOG_LINES:]))
-    if counts.keys() & set(_UNFINISHED) - {"running"}:
+    if counts.keys() & set(_UNFINISHED) - {"pending", "running"}:
         print("\nThe command that ran the study continues it.")
 
 

@@ -24,6 +24,7 @@ from workbench.groups import group_names, group_options
 from workbench.metrics import DOMAIN, METRICS, SCORE
 from workbench.searchspace import CORPUS, Confirm, Constraint, Objective, Range, SearchKeys
 from workbench.settings import PrimaryMetric, ReportSettings, Resources
+from workbench.slurm.settings import Slurm
 from workbench.spec import ArmKeys, StudyKeys
 from workbench.studyfile import OWN
 from workbench.trees import leaves, lookup
@@ -150,6 +151,7 @@ def _special(kind: type, name: str) -> Schema | None:
         (ReportSettings, "x"): {"enum": [*setting_paths(), None]},
         (PrimaryMetric, "name"): metrics,
         (Resources, "timeout"): _DURATION,
+        (Slurm, "time"): {"anyOf": [_DURATION, {"type": "null"}]},
         (Objective, "metric"): metrics,
         (Constraint, "metric"): metrics,
         (SearchKeys, "n_trials"): {**_INTEGER, "minimum": 1},

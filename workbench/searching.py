@@ -123,8 +123,8 @@ class SearchCampaign(Campaign):
             self._write()  # a failure may have ended the search within a point
         return was_interrupted
 
-    def _rules(self, trial: Trial) -> list[Rule]:
-        rules = super()._rules(trial)
+    def _own_rules(self, trial: Trial) -> list[Rule]:
+        rules = super()._own_rules(trial)
         if (proposal := self._prunable.get(trial.id)) is not None and (proposals := self._proposals) is not None:
             rules.append(PruningRule(trial.config, partial(proposals.should_stop, proposal)))
         return rules

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from spes_core.errors import DataError, Problem
+from workbench.durations import parse_duration
 from workbench.evaluating_tasks import mistakes
+from workbench.slurm.settings import Slurm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,14 +164,15 @@ class ReportSettings:
 class Launcher:
     """Where processes are started. It decides no number, so it is outside a trial's identity."""
 
-    kind: Literal["local"] = "local"
-    """"local": all on this machine."""
+    kind: Literal["local", "slurm"] = "local"
+    """"local": all on this machine; "slurm": each trial is a job of a Slurm cluster."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where a node computes; "auto" takes a GPU when there is one."""
     threads: int = 1
     """Intra-operation threads of one process."""
     port: int = 0
     """Where the server listens; 0 takes a free port."""
+    slurm: Slurm = field(default_factory=Slurm)
 
     def problems(self) -> Iterator[Problem]:
         """The rules that these settings break."""
@@ -178,6 +180,7 @@ class Launcher:
             yield Problem("launcher.threads", f"({self.threads}) must be at least 1")
         if not 0 <= self.port <= 65535:
             yield Problem("launcher.port", f"({self.port}) must be between 0 and 65535")
+        yield from self.slurm.problems()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,11 +197,3 @@ class Hardware:
         for name, value in vars(self).items():
             if value is not None and value <= 0:
                 yield Problem(f"hardware.{name}", f"({value:g}) must be above 0")
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of "90s", "30min", "2h", "1d" or a plain number of seconds. Raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)?", text.strip())
-    if not match:
-        raise ValueError(f"({text}) must be a duration such as 90s, 30min or 2h")
-    return float(match[1]) * {None: 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[match[2]]

@@ -278,11 +278,13 @@ def _read_search(keys: StudyKeys, tree: Tree, arms: Sequence[Arm], problems: lis
 
 
 def _plain_durations(tree: Tree) -> Tree:
-    """The tree with a timeout that is given as a number of seconds turned into text."""
-    timeout = lookup(tree, "resources.timeout")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        return tree
-    return merge(tree, {"resources": {"timeout": f"{timeout}s"}})
+    """The tree with durations that are given as a number of seconds turned into text."""
+    timeout, time = lookup(tree, "resources.timeout"), lookup(tree, "launcher.slurm.time")
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool):
+        tree = merge(tree, {"resources": {"timeout": f"{timeout}s"}})
+    if isinstance(time, int | float) and not isinstance(time, bool):
+        tree = merge(tree, {"launcher": {"slurm": {"time": f"{time}s"}}})
+    return tree
 
 
 _NAME_RULE = "must be made of at most 80 letters, digits, _, - and +: it names a folder"

@@ -40,13 +40,13 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn Ctrl-C, SIGTERM and SIGHUP into a request, so that nothing is interrupted half-way.
+def stop_on_signals(request: StopRequest | None = None) -> Iterator[StopRequest]:
+    """Turn Ctrl-C, SIGTERM and SIGHUP into a request (the given one), so that nothing is interrupted half-way.
 
     A SIGHUP that is ignored (nohup) stays ignored. In another than the main thread, where Python allows no handlers,
     the request is never made.
     """
-    request = StopRequest()
+    request = StopRequest() if request is None else request
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)

@@ -39,16 +39,19 @@ overrides, in Hydra's grammar (quote brackets for the shell):
   ~arms.dilico  +arms.outer.method=diloco    take an arm out; add one
 
 exit codes:
-  0    every trial (with --only: every one of these) is done
+  0    every trial (with --only: every one of these) is done; with --detach: submitted
   1    some trials failed; the report is still written
   2    the input is wrong; nothing was created
   130  interrupted
 
 The same command again continues: trials that are done are skipped, failed ones stay failed until --retry-failed.
 resources.parallel_trials=auto runs as many trials at the same time as cores, memory and GPUs allow.
+With launcher.kind slurm each trial is a job: Ctrl-C cancels the jobs, a lost terminal leaves them, and the same command
+waits for those that still run.
 
 commands on results (each has --help; STUDY is results/<study>, a study's name, or its file):
   python -m workbench.study status STUDY                      how far it is, and what failed why
+  python -m workbench.study cancel STUDY                      cancel its Slurm jobs
   python -m workbench.study table STUDY                       one row a trial
   python -m workbench.study compare STUDY                     arms over seeds, paired differences
   python -m workbench.study export STUDY --out FILE.tar.gz    one archive that another person can verify
@@ -116,11 +119,20 @@ def run_study(options: argparse.Namespace, command: str) -> int:
         shown = [one for one in variants if one.arm.name == searched or is_selected(options.only, one)]
         show_plan(study, shown, results, find_corpora(study, variants))
         return DONE
-    _require_free_port(study)
-    require_room(study, variants, Budget.of(study.resources))
+    _require_detachable(study, options.detach)
+    if study.launcher.kind == "slurm":
+        from workbench.slurm.submission import require_slurm
+
+        require_slurm(study, results)
+    else:
+        _require_free_port(study)
+        require_room(study, variants, Budget.of(study.resources))
     corpora = prepare_corpora(study, variants)
     kind = _campaign_kind(study)
     campaign = kind(study, variants, corpora, results, report, command, only=options.only, fail_fast=options.fail_fast)
+    if options.detach:
+        campaign.submit(retry_failed=options.retry_failed)
+        return DONE
     return {"done": DONE, "some failed": SOME_FAILED, "interrupted": INTERRUPTED}[
         campaign.run(retry_failed=options.retry_failed)
     ]
@@ -171,6 +183,16 @@ def prepare_corpora(study: Study, variants: Sequence[Variant]) -> dict[Corpus, P
     return corpora
 
 
+def _require_detachable(study: Study, detach: bool) -> None:
+    """Only what waits in a queue runs without its controller."""
+    if not detach:
+        return
+    if study.launcher.kind != "slurm":
+        raise StudyError([f"--detach: launcher.kind ({study.launcher.kind}) must be slurm; leave --detach out"])
+    if study.search is not None:
+        raise StudyError(["--detach: a search proposes its next trial from the last, so it must stay; leave it out"])
+
+
 def _require_free_port(study: Study) -> None:
     """A port that the study names must be free now; a taken one would fail every trial."""
     port = study.launcher.port
@@ -210,6 +232,9 @@ def _parser() -> argparse.ArgumentParser:
         help="run these trials alone: a name, an arm or axis=value, * for anything; may be repeated",
     )  # fmt: skip
     parser.add_argument("--fail-fast", action="store_true", help="stop all trials when the first one has failed")
+    parser.add_argument(
+        "--detach", action="store_true", help="with launcher.kind slurm: submit the trials and end, leaving their jobs"
+    )
     parser.add_argument("--results", default="results", metavar="DIR", help="where results go (default: %(default)s)")
     parser.add_argument("--reports", default="reports", metavar="DIR", help="where reports go (default: %(default)s)")
     return parser

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,10 @@ class Summary:
     axes: dict[str, Any]
     seed: int
     status: str
-    """"new": not started; "running"; "interrupted": started, and not running; else the status of its result."""
+    """"new": not started; "pending": its Slurm job waits; "running"; "interrupted": started, and not running; else the
+    status of its result."""
     error: str | None = None
-    """Why it is not done, in one line."""
+    """Why it is not done, in one line; of a Slurm job its id and state."""
     log_tail: tuple[str, ...] = ()
     """Last lines of the log of the process that failed."""
     step: int | None = None
@@ -59,7 +60,8 @@ def summaries(study_dir: Path) -> list[Summary]:
     study = read_study_file(study_dir)
     methods = {arm["name"]: arm.get("method") for arm in study["arms"]}
     locked = _locked_inodes()
-    return [_summary(study_dir / "trials" / entry["name"], entry, methods, locked) for entry in study["trials"]]
+    known = [_summary(study_dir / "trials" / entry["name"], entry, methods, locked) for entry in study["trials"]]
+    return _with_jobs(study_dir, known)
 
 
 def result_head(path: Path) -> dict[str, Any]:
@@ -100,6 +102,25 @@ def _summary(trial_dir: Path, entry: Mapping[str, Any], methods: Mapping[str, An
         return Summary(**known, status="interrupted", error="its controller ended before it; the next run continues it")
     step, total = _progress(trial_dir)
     return Summary(**known, status="running", step=step, total_steps=total)
+
+
+def _with_jobs(study_dir: Path, known: list[Summary]) -> list[Summary]:
+    """The trials, of which those that a Slurm job has, or had, say so; Slurm is asked only where there are any."""
+    open_trials = {trial.id for trial in known if trial.status in ("new", "running", "interrupted")}
+    if not any((study_dir / "trials" / trial.name / "slurm.json").exists() for trial in known):
+        return known
+    from workbench.slurm.status import job_notes
+
+    notes = job_notes(study_dir, open_trials)
+    shown = []
+    for trial in known:
+        if trial.id in notes:
+            status, words = notes[trial.id]
+            status = status or trial.status
+            step, total = _progress(study_dir / "trials" / trial.name) if status == "running" else (None, None)
+            trial = replace(trial, status=status, error=words, log_tail=(), step=step, total_steps=total)
+        shown.append(trial)
+    return shown
 
 
 def _progress(trial_dir: Path) -> tuple[int | None, int | None]:

@@ -15,6 +15,10 @@ Ends = Generator[tuple[Trial, Stored], None, None]
 """Trials as they end."""
 
 
+STUDY_ENDED = "the study ended"
+"""Why trials stop whose study could not go on."""
+
+
 class Crew:
     """Carries trials out; `most` of them at the same time, or as many as the budget has room for."""
 
@@ -53,7 +57,7 @@ class Crew:
                 yield self._await_one()
         finally:
             if self._threads:
-                self._stop_request.reason = self._stop_request.reason or "the study ended"
+                self._stop_request.reason = self._stop_request.reason or STUDY_ENDED
                 for thread in self._threads.values():
                     thread.join()
 

@@ -10,11 +10,15 @@ from spes_core.events import cut_events
 from spes_core.snapshots import ResumePoint
 
 _OF_AN_ATTEMPT = ("result.json", "outcome.json", "*.address", "*.rendezvous", "*.store")
+NOT_OF_A_RUN = ("slurm.json", "slurm.stop")
+"""Files of a trial's folder that a fresh start leaves: which job it is, and that it is to end (`workbench.slurm`)."""
 
 
 def empty(folder: Path) -> None:
-    """Remove all that the folder holds."""
+    """Remove all that runs have left in the folder."""
     for path in folder.iterdir():
+        if path.name in NOT_OF_A_RUN:
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

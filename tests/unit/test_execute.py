@@ -19,9 +19,9 @@ import pytest
 from spes_core.config import DataConfig, ModelConfig, RunConfig, SyncConfig, to_dict
 from spes_core.runfile import RunFile
 from workbench import execute, watch
-from workbench.campaign import died_silently
 from workbench.errors import TrialBusy
 from workbench.execute import ExecutionSettings, run_trial
+from workbench.failures import died_silently
 from workbench.launch.forkserver import ForkLauncher
 from workbench.launch.launcher import Launcher, LaunchError, Running
 from workbench.processes import ProcessSpec
