@@ -1,4 +1,4 @@
-"""Runs a module as `python -m` would, on a host of the testbed: `python -m tests.multihost.on_host NAMESPACE MODULE ...`.
+"""Runs a module on a host of the testbed, as `python -m` would: `python -m tests.multihost.on_host NAMESPACE MODULE`.
 
 From a fork server, which has torch loaded, a process on a host starts in milliseconds.
 """
@@ -9,13 +9,14 @@ import ctypes
 import os
 import runpy
 import sys
+from pathlib import Path
 
 _NEW_NET = 0x40000000
 
 
 def main() -> None:
     namespace, module, *arguments = sys.argv[1:]
-    with open(f"/run/netns/{namespace}") as file:
+    with Path("/run/netns", namespace).open() as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), _NEW_NET):
             sys.exit(f"{namespace} cannot be entered: {os.strerror(ctypes.get_errno())}")
