@@ -26,3 +26,6 @@ def hosts(four_hosts: Testbed) -> Iterator[Testbed]:
     for host in four_hosts.hosts:
         four_hosts.shape(host, None)
         four_hosts.up(host)
+        if not four_hosts.is_quiet(host):  # a test that failed has left it so
+            four_hosts.crash(host)
+            four_hosts.boot(host)

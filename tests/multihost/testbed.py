@@ -102,7 +102,12 @@ class Testbed:
         """Kill all that runs on a host, sshd too, as if its power were cut; `boot` brings it back."""
         self.down(host)
         _kill(self.namespace(host))
-        self._sshd.pop(host).wait()
+        if host in self._sshd:
+            self._sshd.pop(host).wait()
+
+    def is_quiet(self, host: str) -> bool:
+        """Whether a host runs its sshd and nothing else."""
+        return host in self._sshd and not self.processes(host)
 
     def boot(self, host: str) -> None:
         """Start a host's sshd and connect it."""
@@ -191,7 +196,7 @@ class Testbed:
             "Port": "22",
             "ListenAddress": self.address(host),
             "HostKey": f'"{folder / "host_key"}"',
-            "AuthorizedKeysFile": f'"{self.folder / "user_key.pub"}"',
+            "AuthorizedKeysFile": _expanded(self.folder / "user_key.pub"),
             "PidFile": f'"{folder / "sshd.pid"}"',
             "StrictModes": "no",
             "UsePAM": "no",
@@ -209,9 +214,9 @@ class Testbed:
         known = self.folder / "known_hosts"
         common = {
             "User": getpass.getuser(),
-            "IdentityFile": f'"{self.folder / "user_key"}"',
+            "IdentityFile": _expanded(self.folder / "user_key"),
             "IdentitiesOnly": "yes",
-            "UserKnownHostsFile": f'"{known}"',
+            "UserKnownHostsFile": _expanded(known),
             "StrictHostKeyChecking": "yes",
             "BatchMode": "yes",
             "ConnectTimeout": "5",
@@ -281,7 +286,8 @@ def remove_leftovers() -> None:
 
 
 def _run(*argv: str, check: bool = True) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, env={**os.environ, "PATH": _PATH})
+    environment = {**os.environ, "PATH": _PATH}
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, env=environment)
     if check and done.returncode:
         raise RuntimeError(f"{shlex.join(argv)}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
@@ -348,6 +354,11 @@ def _is_net(text: str) -> bool:
         return ipaddress.ip_network(text).prefixlen > 0
     except ValueError:
         return False  # "default"
+
+
+def _expanded(path: Path) -> str:
+    """A path for those settings of ssh and sshd in which % begins a placeholder."""
+    return '"{}"'.format(str(path).replace("%", "%%"))
 
 
 def _make_key(path: Path) -> None:
