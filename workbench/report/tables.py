@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.mirrored import DATABASE, LOCAL_UI
 from workbench.report.document import Column, Table
 from workbench.report.evidence import Cell, Evidence, Trial
 from workbench.report.findings import Analysis, Comparison, cell_mean, seed_interval
@@ -224,7 +225,7 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
                     "folder": _link(evidence.folder / "trials" / trial.name, report_dir), "failed": not trial.done,
                     "code": code_of(trial)[:8], "events": "events",
                     "events_folder": _link(evidence.folder / "trials" / trial.name / "events", report_dir),
-                    **trial.metrics,
+                    "run": trial.run[:8], "run_page": trial.run_page, **trial.metrics,
                 }
             )  # fmt: skip
     wire, memory = scales(evidence)
@@ -240,7 +241,7 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
         title="All trials",
         caption="The name links to the trial's folder where that lies near the report: result.json holds the numbers,"
         " events/*.jsonl what they were computed from. In MLflow a trial is the run of its name in the study's"
-        " experiment. Wall-clock: from the first step's start to the end.",
+        f" experiment{_where_runs_are(evidence)}. Wall-clock: from the first step's start to the end.",
         frame=frame,
         columns=(
             *arm_columns(evidence),
@@ -261,10 +262,23 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
                 if (frame["events_folder"] != "").any()
                 else ()
             ),
+            *(
+                (Column(key="run", heading="MLflow run", show=text, align="left", link="run_page"),)
+                if (frame["run"] != "").any()
+                else ()
+            ),
         ),
         sortable=True,
         mark="failed",
     )
+
+
+def _where_runs_are(evidence: Evidence) -> str:
+    """How the linked pages of runs come to answer: the local store's need a command."""
+    if not any(trial.run_page.startswith(LOCAL_UI) for trial in evidence.trials):
+        return ""
+    store = f"sqlite:///{evidence.folder.absolute().parent.name}/{DATABASE}"
+    return f"; its link answers while ```mlflow ui --backend-store-uri {store}``` runs in the folder above"
 
 
 def code_of(trial: Trial) -> str:
