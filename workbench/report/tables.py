@@ -71,7 +71,11 @@ def summary_table(analysis: Analysis) -> Table | None:
     rows = [_summary_row(evidence, cell) for cell in evidence.cells if cell.done]
     if not rows:
         return None
-    mixed = " Marked: rows whose trials were run by different code." if any(row["mixed_code"] for row in rows) else ""
+    mixed = (
+        " Marked: rows of which trials were run by different code or data and set aside."
+        if any(row["mixed_code"] for row in rows)
+        else ""
+    )
     wire, memory = scales(evidence)
     unit = metric_unit(evidence.metric)
     return Table(
@@ -111,7 +115,7 @@ def _summary_row(evidence: Evidence, cell: Cell) -> dict[str, Any]:
         "trained_state_gb": cell_mean(cell, "mem/trained_state_gb"),
         "tokens_per_s": cell_mean(cell, "perf/tokens_per_s"),
         "merges": cell_mean(cell, "merge/count"),
-        "mixed_code": len({code_of(trial) for trial in cell.done}) > 1,
+        "mixed_code": any(trial.status == "set aside" for trial in cell.trials),
     }
 
 
