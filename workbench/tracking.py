@@ -16,6 +16,7 @@ but list no artifacts until `python -m workbench.study export-mlflow` has rebuil
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from spes_core.processlife import die_with_parent
-from workbench.mirrored import DATABASE, digest, note
+from workbench.mirrored import DATABASE, digest, note, note_run
 
 ARTIFACTS = "mlartifacts"
 MIRRORED_FILES = ("result.json", "run.json")
@@ -67,9 +68,12 @@ def main(argv: list[str] | None = None) -> int:
     _reply(replies, event="ready")
     for trial_dir in _trials(results_dir / arguments.study / "trials"):
         try:
-            result_digest = store.mirror(trial_dir)
+            result_digest, run_id = store.mirror(trial_dir)
             if arguments.tracking_uri is None and store_dir == results_dir:
                 note(trial_dir, result_digest)
+            if arguments.tracking_uri is not None or store_dir == results_dir:
+                with contextlib.suppress(OSError):  # Results that cannot be written to have no links, and are mirrored.
+                    note_run(trial_dir, result_digest, store.experiment_id, run_id, arguments.tracking_uri)
             _reply(replies, event="mirrored", trial=trial_dir.name)
         except Exception as error:
             _reply(replies, event="warning", message=f"{trial_dir.name} is not in MLflow: {_first_line(error)}")
@@ -115,32 +119,31 @@ class Store:
             self._client = MlflowClient(tracking_uri=tracking_uri)
             if rebuild:
                 _put_aside(self._client, study)
-            self._experiment_id = _experiment(self._client, study, artifact_location)
+            self.experiment_id = _experiment(self._client, study, artifact_location)
 
-    def mirror(self, trial_dir: Path) -> str:
+    def mirror(self, trial_dir: Path) -> tuple[str, str]:
         """Write the run of one finished trial, unless the store has it; a run of an older result is replaced.
 
-        Returns the digest of the result that the store then has.
+        Returns the digest of the result that the store then has, and the id of its run.
         """
         content = (trial_dir / "result.json").read_bytes()
         result, result_digest = json.loads(content), digest(content)
         with self._alone():
             known = self._client.search_runs(
-                [self._experiment_id], filter_string=f"tags.trial_id = '{result['trial']['id']}'"
+                [self.experiment_id], filter_string=f"tags.trial_id = '{result['trial']['id']}'"
             )
             if [run.data.tags.get(_DIGEST_TAG) for run in known] == [result_digest]:
-                return result_digest
+                return result_digest, known[0].info.run_id
             for run in known:
                 self._client.delete_run(run.info.run_id)
-            self._write(trial_dir, result, result_digest)
-        return result_digest
+            return result_digest, self._write(trial_dir, result, result_digest)
 
-    def _write(self, trial_dir: Path, result: dict[str, Any], result_digest: str) -> None:
+    def _write(self, trial_dir: Path, result: dict[str, Any], result_digest: str) -> str:
         from mlflow.entities import Metric, Param
 
         started_ms, finished_ms = _milliseconds(result["started_at"]), _milliseconds(result["finished_at"])
         run = self._client.create_run(
-            self._experiment_id,
+            self.experiment_id,
             start_time=started_ms,
             tags=run_tags(result),
             run_name=result["trial"]["name"],
@@ -156,6 +159,7 @@ class Store:
             self._client.log_artifact(run_id, str(trial_dir / name))
         self._client.set_terminated(run_id, status=_STATUS.get(result["status"], "FAILED"), end_time=finished_ms)
         self._client.set_tag(run_id, _DIGEST_TAG, result_digest)
+        return run_id
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

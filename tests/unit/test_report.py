@@ -19,6 +19,7 @@ import scipy.stats
 
 from spes_core.errors import ConfigError
 from tests.reference import report_fixture as made_up
+from workbench.mirrored import digest, note_run
 from workbench.report.__main__ import main
 from workbench.report.render import ReportPaths, render
 from workbench.report.svg import to_svg
@@ -167,6 +168,22 @@ def test_every_trial_is_listed_with_its_numbers_and_a_link_to_its_folder(page: P
     folders = [link for link in page.links if "/trials/" in link and link not in events]
     assert len(folders) == 21
     assert all((paths.html.parent / link / "result.json").is_file() for link in folders)
+
+
+def test_a_trial_links_to_its_run_in_mlflow_where_that_is_known(tmp_path: Path, undrawn: None) -> None:
+    study = made_up.write_study(tmp_path / "results" / "sync", seeds=[0], intervals=[10], curve_points=4)
+    assert "MLflow run" not in only_html(study).tables["trials"][0]
+    linked, stale, _ = sorted(study.glob("trials/*"))
+    note_run(linked, digest((linked / "result.json").read_bytes()), "3", "0123456789abcdef", None)
+    note_run(stale, "of a former result", "3", "fedcba9876543210", None)
+    page = only_html(study)
+    runs = dict(zip(page.column("trials", "trial"), page.column("trials", "MLflow run"), strict=True))
+    assert sorted(runs.values()) == ["01234567", "–", "–"]
+    assert runs[json.loads((linked / "result.json").read_text())["trial"]["id"][:8]] == "01234567"
+    assert [link for link in page.links if "/runs/" in link] == [
+        "http://127.0.0.1:5000/#/experiments/3/runs/0123456789abcdef"
+    ]
+    assert "mlflow ui --backend-store-uri sqlite:///results/mlflow.db" in page.text
 
 
 def test_payload_bytes_are_those_of_the_formula_to_the_byte(page: Page) -> None:

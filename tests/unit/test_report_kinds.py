@@ -371,6 +371,31 @@ def test_trials_of_different_code_are_marked_in_the_row_that_holds_both(tmp_path
     shutil.rmtree(folder)
 
 
+@pytest.mark.parametrize("part", [("provenance", "code_digest"), ("data", "digest")])
+def test_a_trial_of_another_version_than_its_cell_is_in_no_number_and_is_listed(
+    tmp_path: Path, part: tuple[str, str]
+) -> None:
+    folder = made_up.write_study(tmp_path / "mixed", seeds=SEEDS, intervals=(10,), curve_points=8)
+    path = next(folder.glob("trials/spes-interval_steps=10-seed=1*/result.json"))
+    result = json.loads(path.read_text())
+    result[part[0]][part[1]] = "beef" * 16
+    result["metrics"]["eval/loss"] = 1000.0
+    path.write_text(json.dumps(result))
+    found = document(folder)
+    row = table_of(found, "summary").frame.set_index("arm").loc["spes"]
+    assert row["n"] == 2
+    assert row["mean"] == pytest.approx(np.mean([made_up.final_loss("spes", 10, seed) for seed in (0, 2)]))
+    difference = table_of(found, "differences").frame.set_index("arm").loc["spes"]
+    assert difference["n"] == 2 and abs(difference["mean"]) < 1
+    listed = table_of(found, "missing").frame.to_dict("records")
+    assert [(entry["arm"], entry["seed"], entry["status"]) for entry in listed] == [("spes", 1, "set aside")]
+    assert "beefbeefbeef" in listed[0]["reason"]
+    for figure in found.figures:
+        if {"arm", "seed"} <= set(figure.data) and figure.id != "load":
+            used = figure.data[figure.data["arm"] == "spes"]["seed"].dropna()
+            assert 1 not in set(used), figure.id
+
+
 def test_bootstrap_intervals_stand_beside_student_s_from_five_seeds_on(tmp_path: Path) -> None:
     found = {}
     for n in (3, 6):

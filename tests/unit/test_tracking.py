@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from workbench.mirror import Mirror
-from workbench.mirrored import unmirrored
+from workbench.mirrored import digest, note_run, run_of, unmirrored
 from workbench.tracking import Store, run_metrics, run_params, run_tags
 
 pytestmark = pytest.mark.processes
@@ -167,6 +167,11 @@ def test_a_mirror_makes_store_and_artifacts_in_any_folder_and_catches_up(tmp_pat
         "spes-seed=0-01234567",
     ]
     assert unmirrored(results_dir / STUDY) == [broken], "a later run has only this left to mirror"
+    runs = rows(results_dir, "SELECT run_uuid, experiment_id FROM runs ORDER BY name")
+    folders = [results_dir / STUDY / "trials" / name for name, _ in live_runs(results_dir)]
+    found = [run_of(folder, digest((folder / "result.json").read_bytes())) for folder in folders]
+    assert found == [(run, f"http://127.0.0.1:5000/#/experiments/{experiment}/runs/{run}") for run, experiment in runs]
+    assert not (broken / "mlflow.json").exists()
     write_trial(results_dir, make_result(status="failed"))
     assert [path.name for path in unmirrored(results_dir / STUDY)] == ["a-broken", "spes-seed=0-01234567"]
     files = [path.name for path in (results_dir / "mlartifacts").rglob("*") if path.is_file()]
@@ -244,3 +249,16 @@ def test_tags_and_params_survive_missing_provenance() -> None:
 def no_process_is_left() -> Iterator[None]:
     yield
     assert not [child for child in psutil.Process().children() if "workbench.tracking" in child.cmdline()]
+
+
+def test_the_note_of_a_run_counts_for_its_result_alone_and_holds_no_password(tmp_path: Path) -> None:
+    note_run(tmp_path, "d1", "7", "abc", "https://me:secret@tracking.example:8443/base/")
+    assert "secret" not in (tmp_path / "mlflow.json").read_text()
+    assert run_of(tmp_path, "d1") == ("abc", "https://tracking.example:8443/base/#/experiments/7/runs/abc")
+    assert run_of(tmp_path, "d2") is None
+    note_run(tmp_path, "d1", "7", "abc", "databricks")
+    assert run_of(tmp_path, "d1") == ("abc", ""), "no address that a browser opens"
+    note_run(tmp_path, "d1", "7", '"><script>', None)
+    assert run_of(tmp_path, "d1") is None
+    (tmp_path / "mlflow.json").write_text("[torn")
+    assert run_of(tmp_path, "d1") is None

@@ -31,12 +31,14 @@ from workbench.report.document import Block, Command, Document, Figure, KeyNumbe
 from workbench.report.evidence import Evidence
 from workbench.report.findings import analyse
 from workbench.report.printing import count, join, sentence
+from workbench.report.versions import one_version_a_cell
 
 FORMATS = ("html", "pdf", "csv", "latex")
 
 
 def compose(evidence: Evidence, report_dir: Path) -> Document:
     """The report of a study; parts without data are left out, and what is missing is said."""
+    evidence = one_version_a_cell(evidence)
     whole, found = evidence, search.read(evidence)
     if found is not None:
         evidence = search.without_losers(evidence, found)
@@ -177,7 +179,7 @@ def _warnings(evidence: Evidence) -> Iterable[Note]:
     if unfinished and evidence.done:
         kinds = [f"{sum(t.status == s for t in unfinished)} {s}" for s in dict.fromkeys(t.status for t in unfinished)]
         yield Note(
-            text=f"{count(len(unfinished), 'trial')} of {len(evidence.trials)} gave no result ({join(kinds)}); the"
+            text=f"{count(len(unfinished), 'trial')} of {len(evidence.trials)} {'do' if len(unfinished) > 1 else 'does'} not count ({join(kinds)}); the"
             " reasons are listed under *Trials*, and no mean contains them."
         )
     yield from _code_warnings(evidence)

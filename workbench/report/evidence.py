@@ -14,6 +14,7 @@ from typing import Any
 
 from spes_core.errors import ConfigError, Problem
 from spes_core.events import as_float
+from workbench.mirrored import digest, run_of
 from workbench.report.printing import setting
 from workbench.trees import lookup
 
@@ -37,6 +38,10 @@ class Trial:
     log_tail: tuple[str, ...]
     metrics: dict[str, float]
     result: dict[str, Any]
+    run: str = ""
+    """Id of its run in MLflow, where that is known."""
+    run_page: str = ""
+    """Address of that run's page."""
 
     @property
     def done(self) -> bool:
@@ -262,7 +267,10 @@ def read(study_dir: Path) -> Evidence:
 
 def _read_trial(study_dir: Path, entry: Mapping[str, Any], methods: Mapping[str, str]) -> Trial:
     name, arm = str(entry["name"]), str(entry["arm"])
-    result, status, reason = _read_result(study_dir / "trials" / name / "result.json", str(entry.get("id", "")))
+    folder = study_dir / "trials" / name
+    content = _bytes_of(folder / "result.json")
+    result, status, reason = _read_result(content, str(entry.get("id", "")))
+    run, run_page = (run_of(folder, digest(content)) if isinstance(content, bytes) and result else None) or ("", "")
     error = result.get("error") or {}
     return Trial(
         id=str(entry.get("id", "")),
@@ -277,15 +285,26 @@ def _read_trial(study_dir: Path, entry: Mapping[str, Any], methods: Mapping[str,
         log_tail=tuple(str(line) for line in error.get("log_tail") or ()),
         metrics=_finite_numbers(result.get("metrics") or {}),
         result=result,
+        run=run,
+        run_page=run_page,
     )
 
 
-def _read_result(path: Path, identity: str) -> tuple[dict[str, Any], str, str]:
-    """The result, its status, and why there is none. A result of another identity is not this trial's."""
+def _bytes_of(path: Path) -> bytes | OSError:
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return path.read_bytes()
+    except OSError as error:
+        return error
+
+
+def _read_result(content: bytes | OSError, identity: str) -> tuple[dict[str, Any], str, str]:
+    """The result, its status, and why there is none. A result of another identity is not this trial's."""
+    if isinstance(content, FileNotFoundError):
         return {}, "missing", "no result.json: not started, or not finished yet"
+    try:
+        if isinstance(content, OSError):
+            raise content
+        result = json.loads(content.decode("utf-8"))
     except (OSError, ValueError) as error:
         return {}, "missing", f"result.json cannot be read: {error}"
     if not isinstance(result, dict):

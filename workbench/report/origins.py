@@ -55,9 +55,11 @@ def commit(provenance: dict[str, Any]) -> str:
 
 
 def codes(evidence: Evidence) -> dict[str, list[Trial]]:
-    """The finished trials by the digest of the code that ran them."""
+    """The finished trials, also those set aside, by the digest of the code that ran them."""
     found: dict[str, list[Trial]] = {}
-    for trial in evidence.done:
+    for trial in evidence.trials:
+        if trial.result.get("status") != "done":
+            continue
         if code := trial.part("provenance").get("code_digest"):
             found.setdefault(str(code), []).append(trial)
     return found

@@ -71,8 +71,9 @@ def render_comparison(study_dirs: Sequence[Path], report_dir: Path) -> ReportPat
     """Render one report that sets several studies side by side. Raises ConfigError as `render` does."""
     from workbench.report.across import compose, provenance
     from workbench.report.evidence import read
+    from workbench.report.versions import one_version_a_cell
 
-    studies = [read(study_dir.resolve()) for study_dir in study_dirs]
+    studies = [one_version_a_cell(read(study_dir.resolve())) for study_dir in study_dirs]
     report_dir = report_dir.resolve()
     return _write_report(compose(studies, report_dir), report_dir, provenance(studies))
 

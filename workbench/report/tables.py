@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from workbench.mirrored import DATABASE, LOCAL_UI
 from workbench.report.document import Column, Table
 from workbench.report.evidence import Cell, Evidence, Trial
 from workbench.report.findings import Analysis, Comparison, cell_mean, seed_interval
@@ -70,7 +71,11 @@ def summary_table(analysis: Analysis) -> Table | None:
     rows = [_summary_row(evidence, cell) for cell in evidence.cells if cell.done]
     if not rows:
         return None
-    mixed = " Marked: rows whose trials were run by different code." if any(row["mixed_code"] for row in rows) else ""
+    mixed = (
+        " Marked: rows of which trials were run by different code or data and set aside."
+        if any(row["mixed_code"] for row in rows)
+        else ""
+    )
     wire, memory = scales(evidence)
     unit = metric_unit(evidence.metric)
     return Table(
@@ -110,7 +115,7 @@ def _summary_row(evidence: Evidence, cell: Cell) -> dict[str, Any]:
         "trained_state_gb": cell_mean(cell, "mem/trained_state_gb"),
         "tokens_per_s": cell_mean(cell, "perf/tokens_per_s"),
         "merges": cell_mean(cell, "merge/count"),
-        "mixed_code": len({code_of(trial) for trial in cell.done}) > 1,
+        "mixed_code": any(trial.status == "set aside" for trial in cell.trials),
     }
 
 
@@ -224,7 +229,7 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
                     "folder": _link(evidence.folder / "trials" / trial.name, report_dir), "failed": not trial.done,
                     "code": code_of(trial)[:8], "events": "events",
                     "events_folder": _link(evidence.folder / "trials" / trial.name / "events", report_dir),
-                    **trial.metrics,
+                    "run": trial.run[:8], "run_page": trial.run_page, **trial.metrics,
                 }
             )  # fmt: skip
     wire, memory = scales(evidence)
@@ -240,7 +245,7 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
         title="All trials",
         caption="The name links to the trial's folder where that lies near the report: result.json holds the numbers,"
         " events/*.jsonl what they were computed from. In MLflow a trial is the run of its name in the study's"
-        " experiment. Wall-clock: from the first step's start to the end.",
+        f" experiment{_where_runs_are(evidence)}. Wall-clock: from the first step's start to the end.",
         frame=frame,
         columns=(
             *arm_columns(evidence),
@@ -261,10 +266,23 @@ def trials_table(evidence: Evidence, report_dir: Path) -> Table | None:
                 if (frame["events_folder"] != "").any()
                 else ()
             ),
+            *(
+                (Column(key="run", heading="MLflow run", show=text, align="left", link="run_page"),)
+                if (frame["run"] != "").any()
+                else ()
+            ),
         ),
         sortable=True,
         mark="failed",
     )
+
+
+def _where_runs_are(evidence: Evidence) -> str:
+    """How the linked pages of runs come to answer: the local store's need a command."""
+    if not any(trial.run_page.startswith(LOCAL_UI) for trial in evidence.trials):
+        return ""
+    store = f"sqlite:///{evidence.folder.absolute().parent.name}/{DATABASE}"
+    return f"; its link answers while ```mlflow ui --backend-store-uri {store}``` runs in the folder above"
 
 
 def code_of(trial: Trial) -> str:

@@ -73,7 +73,7 @@ def headline(analysis: Analysis, series: Series) -> Comparison | None:
 
 
 def _nothing(evidence: Evidence) -> str:
-    failed = sum(trial.status not in ("missing", "done") for trial in evidence.trials)
+    failed = sum(trial.status not in ("missing", "done", "set aside") for trial in evidence.trials)
     missing = sum(trial.status == "missing" for trial in evidence.trials)
     parts = [f"{failed} failed"] if failed else []
     parts += [f"{missing} left no result"] if missing else []
