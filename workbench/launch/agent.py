@@ -35,6 +35,7 @@ from workbench.launch import wire
 from workbench.launch.forkserver import ForkLauncher
 from workbench.launch.launcher import Running
 from workbench.launch.ports import answer_calls, call, free_port
+from workbench.machine import available_memory_bytes
 from workbench.processes import ProcessSpec
 from workbench.provenance import PACKAGES, code_digest, hardware, package_version
 from workbench.trialfolder import cut_back, empty
@@ -92,11 +93,12 @@ class Agent:
 
     # Requests
 
-    def do_ping(self) -> None:
-        """The controller lives."""
+    def do_ping(self) -> Reply:
+        """The controller lives; the clock here, in seconds since 1970."""
+        return {"time_s": time.time()}
 
     def do_facts(self) -> Reply:
-        """What a preflight compares; sizes in bytes, the clock in seconds since 1970."""
+        """What a preflight compares, and where things are; sizes in bytes."""
         self._work.mkdir(parents=True, exist_ok=True)
         return {
             "work": str(self._work),
@@ -106,7 +108,7 @@ class Agent:
             "code_digest": code_digest(),
             "package": str(Path(snapshots.__file__).parent),
             "free_bytes": shutil.disk_usage(self._work).free,
-            "time_s": time.time(),
+            "free_memory_bytes": available_memory_bytes(),
             "host": socket.gethostname(),
             **hardware(),
         }
@@ -116,8 +118,9 @@ class Agent:
         self._launcher.wait_ready()
 
     def do_has(self, path: str) -> Reply:
-        """Whether a file or folder is there."""
-        return {"there": self._inside(path).exists()}
+        """The size of a file, if it is there."""
+        target = self._inside(path)
+        return {"size_bytes": target.stat().st_size if target.is_file() else None}
 
     def do_put(self, path: str, offset: int = 0, mode: int = 0o644, body: bytes = b"") -> None:
         """Write bytes of a file at a place in it; at 0 the file is new."""

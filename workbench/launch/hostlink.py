@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import subprocess
 import tempfile
 import threading
@@ -68,14 +69,21 @@ class HostLink:
 
     def put(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Write a file of the host; readers find it whole or not at all."""
-        partial = f"{path}.partial"
+        partial = _partial(path)
         for start in range(0, max(len(content), 1), wire.CHUNK_BYTES):
             body = content[start : start + wire.CHUNK_BYTES]
             self.ask("put", body, path=partial, offset=start, mode=mode)
         self.ask("rename", path=partial, to=path)
 
     def put_file(self, source: Path, path: str) -> None:
-        """Copy a file to the host."""
+        """Copy a file to the host, unless one of this size is there."""
+        if self.ask("has", path=path).get("size_bytes") == source.stat().st_size:
+            return
+        partial = _partial(path)
+        self._send_file(source, partial)
+        self.ask("rename", path=partial, to=path)
+
+    def _send_file(self, source: Path, path: str) -> None:
         start = 0
         with source.open("rb") as file:
             while (body := file.read(wire.CHUNK_BYTES)) or start == 0:
@@ -85,15 +93,10 @@ class HostLink:
                     return
 
     def put_folder(self, source: Path, path: str) -> None:
-        """Copy a folder of files to the host, unless it is there: under its name only when it is whole."""
-        if self.ask("has", path=path)["there"]:
-            return
-        partial = f"{path}.partial"
-        self.ask("remove", folder=partial)
+        """Copy the files of a folder to the host, but for those that are there; a file has its name once it is whole."""
         for file in sorted(source.rglob("*")):
             if file.is_file():
-                self.put_file(file, f"{partial}/{file.relative_to(source).as_posix()}")
-        self.ask("rename", path=partial, to=path)
+                self.put_file(file, f"{path}/{file.relative_to(source).as_posix()}")
 
     def close(self) -> None:
         """End the agent, and with it all that it has started."""
@@ -158,6 +161,11 @@ class HostLink:
         while not self._closed.wait(PING_S):
             with contextlib.suppress(LaunchError):
                 self.ask("ping")
+
+
+def _partial(path: str) -> str:
+    """A name for a file that is not whole yet, which no other copy uses."""
+    return f"{path}.{secrets.token_hex(4)}.partial"
 
 
 def _words(stderr: IO[bytes]) -> str:

@@ -4,7 +4,7 @@ What the processes of a trial need is put under the agent's work folder::
 
     data/<digest>/        token files, copied once
     weights/<digest>      the first weights of runs that start from a file
-    trials/<name>-<key>/  run.json, credentials/ of this attempt, and what the processes write
+    trials/<key>/         run.json, credentials/ of this attempt, and what the processes write
 
 The trial's folder here looks as if its processes had run here, but for checkpoints: those stay where they are used.
 """
@@ -100,6 +100,8 @@ class RemoteLauncher:
         self._hosts: dict[int, str] = {}
         self._ended = 0
         self._staged: dict[Path, _Staged] = {}
+        self._digests: dict[Path, str] = {}
+        """By folder of token files; they do not change while a study runs."""
 
     # Connections
 
@@ -312,17 +314,20 @@ class RemoteLauncher:
         """run.json as one host needs it; its token files and first weights are put there."""
         work = folder.parent.parent
         data, config = Path(run.data_dir), run.config
-        where = f"data/{_digest_of(data)}"
+        where = f"data/{self._digest_of(data)}"
         link.put_folder(data, where)
         if config.init.kind == "weights":
             weights = Path(config.init.weights or "")
             there = f"weights/{config.init.digest}/{weights.name}"
-            if not link.ask("has", path=there)["there"]:
-                link.put_file(weights, f"{there}.partial")
-                link.ask("rename", path=f"{there}.partial", to=there)
+            link.put_file(weights, there)
             config = replace(config, init=replace(config.init, weights=str(work / there)))
         secret = str(folder / "credentials") if config.sync.exchange == "rounds" else None
         return replace(run, config=config, data_dir=str(work / where), device=device, credentials=secret)
+
+    def _digest_of(self, folder: Path) -> str:
+        if folder not in self._digests:
+            self._digests[folder] = _digest_of(folder)
+        return self._digests[folder]
 
     @staticmethod
     def _put_run(link: HostLink, folder: str, run: RunFile, made: Mapping[str, bytes], names: Sequence[str]) -> None:
