@@ -31,7 +31,7 @@ from workbench.report.document import Block, Command, Document, Figure, KeyNumbe
 from workbench.report.evidence import Evidence
 from workbench.report.findings import analyse
 from workbench.report.printing import count, join, sentence
-from workbench.report.versions import one_version_a_cell
+from workbench.report.versions import SET_ASIDE, one_version_a_cell
 
 FORMATS = ("html", "pdf", "csv", "latex")
 
@@ -175,12 +175,18 @@ def _code_warnings(evidence: Evidence) -> Iterable[Note]:
 
 def _warnings(evidence: Evidence) -> Iterable[Note]:
     """What the reader must know before believing a number."""
-    unfinished = [trial for trial in evidence.trials if not trial.done]
+    unfinished = [trial for trial in evidence.trials if not trial.done and trial.status != SET_ASIDE]
     if unfinished and evidence.done:
         kinds = [f"{sum(t.status == s for t in unfinished)} {s}" for s in dict.fromkeys(t.status for t in unfinished)]
         yield Note(
-            text=f"{count(len(unfinished), 'trial')} of {len(evidence.trials)} {'do' if len(unfinished) > 1 else 'does'} not count ({join(kinds)}); the"
+            text=f"{count(len(unfinished), 'trial')} of {len(evidence.trials)} gave no result ({join(kinds)}); the"
             " reasons are listed under *Trials*, and no mean contains them."
+        )
+    if aside := [trial for trial in evidence.trials if trial.status == SET_ASIDE]:
+        yield Note(
+            text=f"Set aside, because the other seeds of the same arm and settings were run by other code or data:"
+            f" {count(len(aside), 'trial')} of {len(evidence.trials)}; they are listed under *Trials*, and no mean"
+            " contains them."
         )
     yield from _code_warnings(evidence)
     if evidence.done and evidence.reference is None:

@@ -30,6 +30,7 @@ from workbench.report.printing import (
     scale_for,
     significant,
 )
+from workbench.report.versions import SET_ASIDE
 from workbench.statistics import bootstrap_interval
 
 LEAST_RESAMPLED = 5
@@ -115,7 +116,7 @@ def _summary_row(evidence: Evidence, cell: Cell) -> dict[str, Any]:
         "trained_state_gb": cell_mean(cell, "mem/trained_state_gb"),
         "tokens_per_s": cell_mean(cell, "perf/tokens_per_s"),
         "merges": cell_mean(cell, "merge/count"),
-        "mixed_code": any(trial.status == "set aside" for trial in cell.trials),
+        "mixed_code": any(trial.status == SET_ASIDE for trial in cell.trials),
     }
 
 
