@@ -93,7 +93,7 @@ class HostLink:
                     return
 
     def put_folder(self, source: Path, path: str) -> None:
-        """Copy the files of a folder to the host, but for those that are there; a file has its name once it is whole."""
+        """Copy the files of a folder to the host, but for those that are there."""
         for file in sorted(source.rglob("*")):
             if file.is_file():
                 self.put_file(file, f"{path}/{file.relative_to(source).as_posix()}")
