@@ -12,7 +12,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from workbench.launch.launcher import LaunchError
@@ -21,7 +20,7 @@ from workbench.provenance import PACKAGES, ROOT, code_digest
 _PACKAGES = ("spes_core", "workbench")
 _MARK = "spes-bootstrap "
 
-BOOTSTRAP = r'''
+BOOTSTRAP = r"""
 import hashlib, io, json, os, shutil, sys, tarfile
 from pathlib import Path
 def say(**fields):
@@ -87,7 +86,7 @@ def main():
     except Exception as error:
         say(error="%s: %s" % (type(error).__name__, error))
 main()
-'''
+"""
 """What the interpreter of a host runs before it has our code; for any Python 3.8 or newer, with no package."""
 
 
@@ -181,9 +180,7 @@ def _converse(
     process.stdin.write(json.dumps(asked).encode() + b"\n")
     process.stdin.flush()
     said = _listen(process)
-    arrived = Arrived(
-        path=said["path"], was_there=said["there"], python=said["python"], packages=said["packages"]
-    )
+    arrived = Arrived(path=said["path"], was_there=said["there"], python=said["python"], packages=said["packages"])
     if not arrived.was_there and is_wanted(arrived):
         process.stdin.write(b"+" + content)
         process.stdin.flush()
