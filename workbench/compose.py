@@ -85,14 +85,15 @@ def compose_study(path: Path, overrides: Sequence[str], is_null_a_value: Callabl
     GlobalHydra.instance().clear()
     with initialize_config_dir(version_base=None, config_dir=str(CONF)):
         texts = [_for_hydra(override, [group for group, _ in defaults]) for override in parsed]
+        kinds = _launcher_kinds(parsed)
         # The first pass finds the arms and their methods; the second puts each method's group under its arm.
-        tree, _ = _compose(source, defaults, texts, mistakes)
+        tree, _ = _compose(source, defaults, [*kinds, *texts], mistakes)
         draft = Composition(tree=tree, source=source, overrides=parsed, groups={})
         methods = _methods(draft, mistakes)
         arms = [(f"method@arms.{arm}", method) for arm, method in methods.items()]
         # "+key" has been checked by the first pass; what it adds may now be in a method's group.
         texts = [f"+{text}" if _adds_setting(override) else text for text, override in zip(texts, parsed, strict=True)]
-        tree, choices = _compose(source, [*defaults, *arms], texts, mistakes)
+        tree, choices = _compose(source, [*defaults, *arms], [*kinds, *texts], mistakes)
     GlobalHydra.instance().clear()
     for name in _arms_of(tree).keys() - methods.keys():
         _arms_of(tree)[name].pop("method", None)  # it has been refused; the typed reader need not do so again
@@ -146,6 +147,12 @@ def _for_hydra(override: Override, listed: Iterable[str]) -> str:
     if key in group_names():
         return text if key in listed else f"+{text}"
     return f"++{text}"
+
+
+def _launcher_kinds(overrides: Iterable[Override]) -> list[str]:
+    """`launcher=ssh` also where the study file itself names another kind: a group alone would come below the file."""
+    chosen = [override for override in overrides if override.key_or_group == "launcher" and not override.is_delete()]
+    return [f"++launcher.kind={override.value()}" for override in chosen]
 
 
 def _adds_setting(override: Override) -> bool:

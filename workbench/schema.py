@@ -23,7 +23,7 @@ from workbench.compose import NAME
 from workbench.groups import group_names, group_options
 from workbench.metrics import DOMAIN, METRICS, SCORE
 from workbench.searchspace import CORPUS, Confirm, Constraint, Objective, Range, SearchKeys
-from workbench.settings import PrimaryMetric, ReportSettings, Resources
+from workbench.settings import Launcher, PrimaryMetric, ReportSettings, Resources
 from workbench.slurm.settings import Slurm
 from workbench.spec import ArmKeys, StudyKeys
 from workbench.studyfile import OWN
@@ -60,6 +60,8 @@ def study_schema() -> Schema:
         "anyOf": [names, {"type": "array", "items": names}],
     }
     _take_away(root)
+    kinds = typing.get_args(typing.get_type_hints(Launcher)["kind"])
+    root["properties"]["launcher"]["anyOf"].append({"description": "Short for its kind alone.", "enum": [*kinds]})
     root["properties"]["arms"] |= {
         "minProperties": 1,
         "propertyNames": {"pattern": f"^{NAME.pattern}$", "maxLength": 80},

@@ -164,8 +164,10 @@ class ReportSettings:
 class Launcher:
     """Where processes are started. It decides no number, so it is outside a trial's identity."""
 
-    kind: Literal["local", "slurm"] = "local"
-    """"local": all on this machine; "slurm": each trial is a job of a Slurm cluster."""
+    kind: Literal["local", "ssh", "slurm"] = "local"
+    """"local": all on this machine; "ssh": on the hosts of `inventory`; "slurm": each trial is a job of a cluster."""
+    inventory: str = "hosts.yaml"
+    """File of the hosts for kind ssh, as seen from the study file."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where a node computes; "auto" takes a GPU when there is one."""
     threads: int = 1

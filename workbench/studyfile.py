@@ -114,6 +114,8 @@ def _lay_over(study: StudyFile, source: Source, is_null_a_value: Callable[[str],
     if "arms" in source.data:  # the name of an arm is no path
         arms = source.data["arms"]
         document["arms"] = {name: nested(arm) for name, arm in arms.items()} if isinstance(arms, dict) else arms
+    if isinstance(kind := document.get("launcher"), str):
+        document["launcher"] = {"kind": kind}
     taken: list[str] = []
     if source is not study.sources[0]:
         document = _joined(study, document, "", study.document, _Nulls(source, is_null_a_value, taken))

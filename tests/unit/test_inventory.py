@@ -1,0 +1,110 @@
+"""hosts.yaml: what can be wrong in it, which host takes what, and how hosts are called."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spes_core.config import ParallelConfig, RunConfig, SyncConfig
+from workbench.errors import StudyError
+from workbench.launch.inventory import TEMPLATE, Host, Inventory, PlacementError, agent_site, connector, read_inventory
+
+COMMON = "ssh: x, work_dir: /w, python: python3"
+
+
+def host(name: str, **settings: object) -> Host:
+    return Host(**{"name": name, "ssh": name, "address": name, "work_dir": "w", "python": "python3", **settings})  # type: ignore[arg-type]
+
+
+def run(nodes: int, **settings: object) -> RunConfig:
+    return replace(RunConfig(), nodes=nodes, **settings)  # type: ignore[arg-type]
+
+
+def mistakes(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "hosts.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(StudyError) as caught:
+        read_inventory(path)
+    return [mistake.removeprefix(f"{path}:") for mistake in caught.value.mistakes]
+
+
+def test_the_template_is_an_inventory(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.yaml"
+    path.write_text(TEMPLATE, encoding="utf-8")
+    inventory = read_inventory(path)
+    assert [host.name for host in inventory.hosts] == ["a", "b"]
+    assert inventory.server.name == "a"
+
+
+def test_all_mistakes_are_told_at_once_with_line_and_nearest_name(tmp_path: Path) -> None:
+    text = (
+        "hosts:\n"
+        f"  - {{name: a, address: a, {COMMON}, gpu: 1}}\n"
+        f"  - {{name: b, {COMMON}, nodes: many}}\n"
+        "  - just-a-name\n"
+        "host: 1\n"
+    )
+    assert sorted(mistakes(tmp_path, text)) == [
+        '2: hosts[0].gpu is not a setting; did you mean "gpus"?',
+        "3: hosts[1].address is missing",
+        "3: hosts[1].nodes ('many') must be a whole number",
+        "4: hosts[2] ('just-a-name') must be a mapping of settings",
+        '5: host is not a setting; did you mean "hosts"?',
+    ]
+
+
+def test_rules_between_hosts_are_told_at_once(tmp_path: Path) -> None:
+    text = (
+        "hosts:\n"
+        f"  - {{name: a, address: a, {COMMON}, server: true, nodes: -1}}\n"
+        f"  - {{name: b, address: b, {COMMON}, server: true}}\n"
+        "  - {name: a, address: c, ssh: -oProxyCommand=x, work_dir: /v, python: p}\n"
+    )
+    assert mistakes(tmp_path, text) == [
+        "2: hosts[0].nodes (-1) must not be negative",
+        "3: hosts[1].work_dir (/w) is the folder of a too; give each its own",
+        "3: hosts[1].server (true) must be said of one host; a has the server already",
+        "4: hosts[2].ssh (-oProxyCommand=x) must be a destination; options belong in ssh_options",
+        "4: hosts[2].name (a) is that of hosts[0] too; give it another",
+    ]
+
+
+def test_an_empty_file_and_an_empty_list_are_refused(tmp_path: Path) -> None:
+    assert "hosts is missing" in mistakes(tmp_path, "")[0]
+    assert "must list at least one host" in mistakes(tmp_path, "hosts: []\n")[0]
+
+
+def test_nodes_fill_the_hosts_in_order() -> None:
+    inventory = Inventory((host("a", nodes=2), host("b", nodes=0, server=True), host("c", nodes=2)))
+    placement = inventory.place(run(3))
+    assert (placement.server, placement.nodes) == ("b", ("a", "a", "c"))
+    assert inventory.place(run(3)) == placement
+    with pytest.raises(PlacementError, match=r"nodes \(5\) must be at most the 4"):
+        inventory.place(run(5))
+
+
+def test_one_group_stays_on_the_host_of_the_server() -> None:
+    inventory = Inventory((host("a"), host("b", server=True)))
+    gradients = run(8, sync=replace(SyncConfig(), exchange="gradients"))
+    assert inventory.place(gradients).hosts == ("b",)
+    assert inventory.place(run(1, sync=replace(SyncConfig(), exchange="none"))).hosts == ("b",)
+
+
+def test_ranks_of_a_node_need_their_gpus() -> None:
+    two = run(2, parallel=replace(ParallelConfig(), ranks_per_node=2))
+    assert Inventory((host("a"), host("b"))).place(two).nodes == ("a", "b")  # ranks on CPUs
+    assert Inventory((host("a", gpus=2), host("b", gpus=2))).place(two).nodes == ("a", "b")
+    with pytest.raises(PlacementError, match=r"host b has 1 GPUs .* for 2 ranks"):
+        Inventory((host("a", gpus=2), host("b", gpus=1))).place(two)
+
+
+def test_the_command_is_one_word_for_the_shell_of_the_host() -> None:
+    argv = connector(host("a", ssh_options=("-p", "2222")), ("python3", "-c", "print('a b')", "$HOME"))
+    assert argv[0] == "ssh" and "BatchMode=yes" in argv
+    assert argv[-5:-1] == ("-p", "2222", "a", "--")
+    assert shlex.split(argv[-1]) == ["python3", "-c", "print('a b')", "$HOME"]
+    words = shlex.split(agent_site(host("a", work_dir="~/w ü", python="~/v/python"), "/c d").connector[-1])
+    assert words == ["env", "PYTHONPATH=/c d", "v/python", "-m", "workbench.launch.agent", "--work", "w ü"]

@@ -1,0 +1,136 @@
+"""`python -m workbench.hosts`: an example of an inventory of hosts, and what is wrong with one and its hosts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spes_core.errors import Problem
+from workbench.errors import StudyError
+from workbench.launch.inventory import TEMPLATE, Inventory, PlacementError, read_inventory
+from workbench.launch.preflight import Preflight, check
+from workbench.launch.remote import Placement, RemoteLauncher
+from workbench.terminal import print_table
+
+if TYPE_CHECKING:
+    from workbench.spec import Study
+    from workbench.trials import Variant
+
+_COLUMNS = ["host", "address", "takes", "python", "cores", "memory GiB", "GPUs", "free GB", "clock s", "answer ms"]
+
+
+def study_inventory(study: Study) -> Inventory:
+    """The inventory that a study names: as seen from the file that names it; in an override, from here.
+
+    Raises StudyError.
+    """
+    composition, path = study.composition, Path(study.launcher.inventory)
+    if not any(override.key_or_group == "launcher.inventory" for override in composition.overrides):
+        file, _ = composition.source.places.get("launcher.inventory", (composition.source.path, 0))
+        path = Path(file).parent / path
+    try:
+        return read_inventory(path.expanduser())
+    except StudyError as error:
+        if path.is_file():
+            raise
+        message = f"{error}; python -m workbench.hosts template prints an example"
+        raise StudyError([study.locate(Problem("launcher.inventory", message))]) from error
+
+
+def placements(study: Study, variants: Iterable[Variant], inventory: Inventory) -> dict[str, Placement]:
+    """Where each trial's processes run, by its label. Raises StudyError with all that have no room."""
+    found, mistakes = {}, []
+    for variant in variants:
+        try:
+            found[variant.label] = inventory.place(variant.config)
+        except PlacementError as error:
+            mistakes.append(study.locate(Problem("launcher.inventory", f"has no room for {variant.label}: {error}")))
+    if mistakes:
+        raise StudyError(mistakes)
+    return found
+
+
+def ready_launcher(study: Study, variants: Iterable[Variant]) -> RemoteLauncher:
+    """A launcher on the hosts of a study, once nothing is wrong with them. Raises StudyError with all that is."""
+    inventory = study_inventory(study)
+    placements(study, variants, inventory)
+    print(f"checking {len(inventory.hosts)} hosts of {inventory.path}", flush=True)
+    found = check(inventory, port=study.launcher.port)
+    if found.problems:
+        raise StudyError(found.problems)
+    return RemoteLauncher(found.sites, inventory.place, port=study.launcher.port)
+
+
+def describe(placed: dict[str, Placement]) -> list[str]:
+    """For a plan: which host runs what, one line for all trials that are placed alike."""
+    alike = Counter(placed.values())
+    lines = []
+    for placement, count in alike.items():
+        nodes: dict[str, list[str]] = {}
+        for number, host in enumerate(placement.nodes):
+            nodes.setdefault(host, []).append(str(number))
+        shown = "; ".join(f"nodes {', '.join(numbers)} on {host}" for host, numbers in nodes.items())
+        lines.append(f"{count} trials: server on {placement.server}; {shown}")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; 0, or 2 where something is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.hosts", description=__doc__.partition(": ")[2])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("template", help="print an example of an inventory")
+    checking = commands.add_parser("check", help="read an inventory, ask its hosts, and list everything that is wrong")
+    checking.add_argument("inventory", type=Path, help="the file, such as hosts.yaml")
+    checking.add_argument("--study", type=Path, help="a study whose trials must find room, too")
+    checking.add_argument("--port", type=int, default=0, help="where the server is to listen (default: a free one)")
+    options = parser.parse_args(arguments)
+    if options.command == "template":
+        print(TEMPLATE, end="")
+        return 0
+    try:
+        inventory = read_inventory(options.inventory)
+        mistakes = [] if options.study is None else _without_room(options.study, inventory)
+        found = check(inventory, port=options.port)
+    except StudyError as error:
+        for mistake in error.mistakes:
+            print(f"error: {mistake}", file=sys.stderr)
+        return 2
+    _show(found)
+    problems = [*mistakes, *found.problems]
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 2 if problems else 0
+
+
+def _without_room(path: Path, inventory: Inventory) -> list[str]:
+    from workbench.spec import read_study
+    from workbench.trials import expand
+
+    study = read_study(path)
+    try:
+        for line in describe(placements(study, expand(study), inventory)):
+            print(line)
+    except StudyError as error:
+        return list(error.mistakes)
+    return []
+
+
+def _show(found: Preflight) -> None:
+    rows = []
+    for one in found.checked:
+        host, facts = one.host, one.facts
+        python = one.arrived.python if one.arrived is not None else "-"
+        known = [
+            str(facts["cores"]), f"{facts['memory_gib']:g}", str(len(facts["gpus"])),
+            f"{facts['free_bytes'] / 1e9:.0f}", f"{one.skew_s:+.2f}", f"{one.round_trip_s * 1e3:.0f}",
+        ] if facts else ["-"] * 6  # fmt: skip
+        rows.append([host.name, host.address, str(host.nodes), python, *known])
+    print_table(f"{len(rows)} hosts", _COLUMNS, rows, ["takes", *_COLUMNS[4:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
