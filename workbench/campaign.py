@@ -9,7 +9,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
-from workbench.budget import Budget, Slot
+from workbench.budget import Budget, Need, Slot
 from workbench.corpora import PreparedCorpus
 from workbench.dryrun import axis_paths, axis_text
 from workbench.durable import read_mapping
@@ -18,6 +18,7 @@ from workbench.evaluating import Evaluations
 from workbench.execute import ExecutionSettings, run_trial
 from workbench.launch.launcher import Launcher
 from workbench.launch.local import open_launcher
+from workbench.launch.remote import RemoteLauncher
 from workbench.mirror import CLOSE_TIMEOUT_S, Mirror
 from workbench.mirrored import unmirrored
 from workbench.progress import Progress
@@ -33,6 +34,8 @@ from workbench.trials import Corpus, Trial, Variant, identify
 
 Outcome = Literal["done", "some failed", "interrupted"]
 
+_NOTHING = Need(cores=0, memory_bytes=0, gpus=0)
+"""What trials on other hosts take of this one."""
 _ENDED_WELL = ("done", "pruned")
 _NO_FAILURE = (*_ENDED_WELL, "interrupted", "busy")
 
@@ -52,6 +55,8 @@ _MIRROR_STOP_S = 3.0
 class Campaign:
     """All trials of a study on prepared corpora; `run` takes them from what is stored to a report."""
 
+    remote: RemoteLauncher | None = None
+    """The launcher of the study's hosts, where it does not run on this machine; ended with the trials."""
     _bound = ""
     """Words before the number of trials to run."""
 
@@ -159,7 +164,7 @@ class Campaign:
 
     def _run_trials(self, batches: Iterator[Sequence[Trial]], total: int) -> bool:
         """Run the trials of one group after another; whether the user stopped them."""
-        with stop_on_signals() as stop_request, open_launcher() as launcher:
+        with stop_on_signals() as stop_request, self.remote or open_launcher() as launcher:
             mirror = Mirror(self._folder.path.parent, self._study.name)
             try:
                 print(f"{self._bound}{total} trials to run; preparing the engine and MLflow's store", flush=True)
@@ -198,9 +203,9 @@ class Campaign:
         resources, launching = self._study.resources, self._study.launcher
         return Crew(
             lambda trial, slot: self._run_trial(trial, slot, launcher, lines, stop_request),
-            lambda trial: self._budget.need(trial.config, resources, launching),
+            lambda trial: _NOTHING if self.remote else self._budget.need(trial.config, resources, launching),
             self._budget,
-            None if resources.parallel_trials == "auto" else resources.parallel_trials,
+            _most_at_once(resources.parallel_trials, is_remote=self.remote is not None),
             stop_request,
         )
 
@@ -235,7 +240,7 @@ class Campaign:
             server_address=f"127.0.0.1:{launching.port}",
             timeout_s=resources.timeout_s,
             memory_limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
-            gpus=slot.gpus,
+            gpus=None if self.remote else slot.gpus,
             provenance=self._provenance,
         )
 
@@ -274,6 +279,13 @@ class Campaign:
             rows.append([trial.arm, *points, str(trial.seed), *numbers, stored.status])
         columns = ["arm", *labels, "seed", *metrics, "status"]
         print_table(self._study.question, columns, rows, [*labels, "seed", *metrics])
+
+
+def _most_at_once(stated: int | Literal["auto"], *, is_remote: bool) -> int | None:
+    """Most trials at the same time; None for as many as this machine has room for. Hosts take one unless told more."""
+    if stated == "auto":
+        return 1 if is_remote else None
+    return stated
 
 
 def _wait_for_store(mirror: Mirror, stop_request: StopRequest) -> None:
