@@ -19,6 +19,7 @@ from workbench.execute import ExecutionSettings, run_trial
 from workbench.failures import died_silently
 from workbench.launch.launcher import Launcher
 from workbench.launch.local import open_launcher
+from workbench.launch.remote import RemoteLauncher
 from workbench.mirror import CLOSE_TIMEOUT_S, Mirror
 from workbench.mirrored import unmirrored
 from workbench.progress import Progress
@@ -35,6 +36,8 @@ from workbench.trials import Corpus, Trial, Variant, identify
 
 Outcome = Literal["done", "some failed", "interrupted"]
 
+_NOTHING = Need(cores=0, memory_bytes=0, gpus=0)
+"""What trials on other hosts take of this one."""
 _ENDED_WELL = ("done", "pruned")
 _NO_FAILURE = (*_ENDED_WELL, "interrupted", "busy")
 
@@ -54,6 +57,8 @@ _MIRROR_STOP_S = 3.0
 class Campaign:
     """All trials of a study on prepared corpora; `run` takes them from what is stored to a report."""
 
+    remote: RemoteLauncher | None = None
+    """The launcher of the study's hosts, where it does not run on this machine; ended with the trials."""
     _bound = ""
     """Words before the number of trials to run."""
 
@@ -171,7 +176,7 @@ class Campaign:
 
     def _run_trials(self, batches: Iterator[Sequence[Trial]], total: int) -> bool:
         """Run the trials of one group after another; whether the user stopped them."""
-        place = open_launcher() if self._slurm is None else nullcontext()
+        place = nullcontext() if self._slurm is not None else self.remote or open_launcher()
         with stop_on_signals() as stop_request, place as launcher:
             mirror = Mirror(self._folder.path.parent, self._study.name)
             try:
@@ -219,9 +224,9 @@ class Campaign:
             )  # fmt: skip
         return Crew(
             lambda trial, slot: self._run_trial(trial, slot, launcher, lines, stop_request),
-            lambda trial: self._budget.need(trial.config, resources, launching),
+            lambda trial: _NOTHING if self.remote else self._budget.need(trial.config, resources, launching),
             self._budget,
-            None if resources.parallel_trials == "auto" else resources.parallel_trials,
+            _most_at_once(resources.parallel_trials, is_remote=self.remote is not None),
             stop_request,
         )
 
@@ -251,7 +256,7 @@ class Campaign:
         newest = self._folder.stored(trial)
         if not newest.will_run and newest != self._stored[trial.id]:
             return newest
-        settings = self._execution_settings(trial, slot.gpus)
+        settings = self._execution_settings(trial, None if self.remote else slot.gpus)
 
         def show(progress: Progress) -> None:
             lines.update(progress)
@@ -315,6 +320,13 @@ class Campaign:
             rows.append([trial.arm, *points, str(trial.seed), *numbers, stored.status])
         columns = ["arm", *labels, "seed", *metrics, "status"]
         print_table(self._study.question, columns, rows, [*labels, "seed", *metrics])
+
+
+def _most_at_once(stated: int | Literal["auto"], *, is_remote: bool) -> int | None:
+    """Most trials at the same time; None for as many as this machine has room for. Hosts take one unless told more."""
+    if stated == "auto":
+        return 1 if is_remote else None
+    return stated
 
 
 def _wait_for_store(mirror: Mirror, stop_request: StopRequest) -> None:

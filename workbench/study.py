@@ -118,24 +118,40 @@ def run_study(options: argparse.Namespace, command: str) -> int:
         searched = None if study.search is None else study.search.arm
         shown = [one for one in variants if one.arm.name == searched or is_selected(options.only, one)]
         show_plan(study, shown, results, find_corpora(study, variants))
+        if study.launcher.kind == "ssh":
+            _show_hosts(study, shown)
         return DONE
     _require_detachable(study, options.detach)
+    remote = None
     if study.launcher.kind == "slurm":
         from workbench.slurm.submission import require_slurm
 
         require_slurm(study, results)
+    elif study.launcher.kind == "ssh":
+        from workbench.hosts import ready_launcher
+
+        remote = ready_launcher(study, variants)
     else:
         _require_free_port(study)
         require_room(study, variants, Budget.of(study.resources))
     corpora = prepare_corpora(study, variants)
     kind = _campaign_kind(study)
     campaign = kind(study, variants, corpora, results, report, command, only=options.only, fail_fast=options.fail_fast)
+    campaign.remote = remote
     if options.detach:
         campaign.submit(retry_failed=options.retry_failed)
         return DONE
     return {"done": DONE, "some failed": SOME_FAILED, "interrupted": INTERRUPTED}[
         campaign.run(retry_failed=options.retry_failed)
     ]
+
+
+def _show_hosts(study: Study, variants: Sequence[Variant]) -> None:
+    """Which host would run what."""
+    from workbench.hosts import describe, placements, study_inventory
+
+    for line in describe(placements(study, variants, study_inventory(study))):
+        print(line)
 
 
 def _campaign_kind(study: Study) -> type[Campaign]:

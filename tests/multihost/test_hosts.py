@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench import hosts
+from workbench import hosts, study
 from workbench.launch.codecopy import Arrived, archive, deliver
 from workbench.launch.inventory import Host, Inventory, connector
 from workbench.launch.launcher import LaunchError
@@ -162,3 +162,41 @@ def test_versions_are_told_with_both_values() -> None:
     assert "Python 3.8.1 there" in told[0]
     assert f"torch 1.0 there, {package_version('torch')} here" in told[1]
     assert "numpy is not installed there" in told[2]
+
+
+STUDY = """\
+schema: 1
+name: small
+question: Is it so?
+defaults: [model/tiny, data/default]
+arms: {spes: {method: spes, nodes: 4}}
+seeds: [0]
+launcher: ssh
+"""
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_a_study_whose_hosts_have_no_room_or_do_not_answer_creates_nothing(
+    tmp_path: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "study.yaml").write_text(STUDY, encoding="utf-8")
+    lines = [
+        f"  - {{name: {name}, ssh: nobody@{name}.invalid, address: {name}, work_dir: w, python: python3, nodes: 2}}"
+        for name in "ab"
+    ]
+    folders = ["--results", str(tmp_path / "results"), "--reports", str(tmp_path / "reports")]
+    command = [str(tmp_path / "study.yaml"), *folders, *option]
+    assert study.main(command) == 2
+    assert "python -m workbench.hosts template" in capsys.readouterr().err
+    (tmp_path / "hosts.yaml").write_text("hosts:\n" + lines[0] + "\n", encoding="utf-8")
+    assert study.main(command) == 2
+    assert "launcher.inventory has no room for" in capsys.readouterr().err
+    (tmp_path / "hosts.yaml").write_text("\n".join(["hosts:", *lines, ""]), encoding="utf-8")
+    status, (out, err) = study.main(command), capsys.readouterr()
+    if option:
+        assert (status, "1 trials: server on a; nodes 0, 1 on a; nodes 2, 3 on b" in out) == (0, True)
+    else:
+        assert status == 2
+        assert "error: host a: " in err
+        assert "error: host b: " in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hosts.yaml", "study.yaml"]
