@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -246,6 +247,39 @@ def test_an_agent_touches_nothing_outside_its_folder_and_says_what_is_wrong(tmp_
     finally:
         link.close()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_request_that_takes_longer_than_the_lease_costs_no_host(tmp_path: Path) -> None:
+    link = HostLink("a", agent(tmp_path, "--lease", "2"), lambda *_: None, lambda _: None, ping_s=0.3)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as deaf, pytest.raises(LaunchError, match="cannot be called"):
+            link.ask("call", address="127.0.0.1", port=deaf.getsockname()[1], nonce="n", seconds=4)
+        assert link.ask("facts")["work"] == str(tmp_path)
+    finally:
+        link.close()
+
+
+def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path: Path) -> None:
+    lost: list[HostLink] = []
+    silent = HostLink("a", agent(tmp_path), lambda *_: None, lost.append, ping_s=0.2, silence_s=3)
+    silent.ask("facts")
+    os.kill(silent._process.pid, signal.SIGSTOP)
+    wait_until(lambda: lost == [silent], 60)
+    assert "it has said nothing for" in silent.lost
+    with RemoteLauncher([], lambda _: Placement("a", ())) as launcher:
+        for said in (
+            '{"a": 1}',
+            '{"event": "answer"}',
+            '{"event": "file"}',
+            '{"event": "exited", "process": 7}',
+            "[1]",
+        ):
+            link = HostLink("b", ("sh", "-c", f"echo '{said}'; sleep 60"), launcher._take, lost.append)
+            wait_until(lambda: bool(link.lost), 20)  # noqa: B023
+            assert "not of an agent" in link.lost, said
+            link.close()
+    silent.close()
+    assert len(lost) == 5
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 It starts the processes of trials there (through the fork server, as on the controller's own machine), keeps their
 folders under DIR, and sends back what they write. Requests and reports are messages of `workbench.launch.wire`:
 
-    request    {"do": NAME, "id": N, ...}               each is answered once
+    request    {"do": NAME, "id": N, ...}               each is answered once, "ping" out of turn with the clock here
     answer     {"event": "answer", "id": N, ...}        with "error" where it failed
     reports    {"event": "exited", "process", "returncode", "died_with_launcher"}
                {"event": "file", "folder", "path", "offset"} with the bytes that are new there
@@ -74,7 +74,10 @@ class Agent:
         try:
             while (message := wire.read(self._incoming)) is not None:
                 self._heard_at_s = time.monotonic()
-                self._requests.put(message)
+                if message.header.get("do") == "ping":  # at once, whatever is being carried out
+                    self._send({"event": "answer", "id": message.header.get("id"), "time_s": time.time()})
+                else:
+                    self._requests.put(message)
         except wire.WireError as error:
             print(f"error: the controller is not understood: {error}", file=sys.stderr, flush=True)
         self._end()
@@ -92,10 +95,6 @@ class Agent:
             return {**reply, "error": str(error) or type(error).__name__}
 
     # Requests
-
-    def do_ping(self) -> Reply:
-        """The controller lives; the clock here, in seconds since 1970."""
-        return {"time_s": time.time()}
 
     def do_facts(self) -> Reply:
         """What a preflight compares, and where things are; sizes in bytes."""
@@ -118,9 +117,9 @@ class Agent:
         self._launcher.wait_ready()
 
     def do_has(self, path: str) -> Reply:
-        """The size of a file, if it is there."""
+        """Whether a file or folder is there, and the size of a file."""
         target = self._inside(path)
-        return {"size_bytes": target.stat().st_size if target.is_file() else None}
+        return {"there": target.exists(), "size_bytes": target.stat().st_size if target.is_file() else None}
 
     def do_put(self, path: str, offset: int = 0, mode: int = 0o644, body: bytes = b"") -> None:
         """Write bytes of a file at a place in it; at 0 the file is new."""
@@ -199,6 +198,13 @@ class Agent:
 
     def _report(self) -> None:
         """Tell which processes have ended and what files have grown (own thread)."""
+        try:
+            self._report_for_ever()
+        except Exception as error:
+            print(f"error: the agent cannot report: {error!r}", file=sys.stderr, flush=True)
+            self._end()
+
+    def _report_for_ever(self) -> NoReturn:
         while True:
             running = [process for process in list(self._processes.values()) if process.returncode is None]
             self._launcher.wait(running, _FOLLOW_S) if running else time.sleep(_FOLLOW_S)
@@ -219,7 +225,10 @@ class Agent:
         sent = self._sent[folder]
         for path in _files(self._inside(folder), parts):
             name = path.relative_to(self._inside(folder)).as_posix()
-            size, known = path.stat().st_size, sent.get(name)
+            try:
+                size, known = path.stat().st_size, sent.get(name)
+            except FileNotFoundError:
+                continue
             start = 0 if known is None or size < known else known
             if known is not None and size == known:
                 continue

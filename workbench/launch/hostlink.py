@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import secrets
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from workbench.launch import wire
 from workbench.launch.launcher import LaunchError
 
 PING_S = 5.0
+SILENCE_S = 60.0
+"""An agent that says nothing for so long, not even to a ping, is given up."""
 ANSWER_TIMEOUT_S = 60.0
 _CLOSE_S = 10.0
 OnReport = Callable[["HostLink", wire.Message], None]
@@ -24,12 +28,22 @@ OnReport = Callable[["HostLink", wire.Message], None]
 class HostLink:
     """One running connector command; may be shared by threads. Once it is ``lost`` it stays so."""
 
-    def __init__(self, name: str, connector: Sequence[str], on_report: OnReport, on_lost: Callable[[HostLink], None]):
+    def __init__(
+        self,
+        name: str,
+        connector: Sequence[str],
+        on_report: OnReport,
+        on_lost: Callable[[HostLink], None],
+        *,
+        ping_s: float = PING_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         """``connector`` is a command whose stdin and stdout are those of an agent on the host.
 
         ``on_report`` gets each report of the agent, ``on_lost`` is called once when the connection has ended; both in
         the link's own thread. Raises LaunchError when the command cannot be started.
         """
+        self._ping_s, self._silence_s = ping_s, silence_s
         self.name, self._on_report, self._on_lost = name, on_report, on_lost
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
         try:
@@ -46,20 +60,23 @@ class HostLink:
             raise LaunchError(f"host {name}: {connector[0]} cannot be started: {error}") from error
         self.lost = ""
         """Why the connection has ended; "" while it has not."""
-        self._is_closing = False
-        self._changed, self._sending = threading.Condition(), threading.Lock()
-        self._asked, self._answers = 0, dict[int, dict[str, Any]]()
-        self._closed = threading.Event()
+        self._is_closing, self._gave_up = False, ""
+        self._changed = threading.Condition()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._asked, self._waiting, self._answers = 0, set[int](), dict[int, dict[str, Any]]()
+        self._closed, self._heard_at_s = threading.Event(), time.monotonic()
+        threading.Thread(target=self._write, name=f"to {name}", daemon=True).start()
         self._reader = threading.Thread(target=self._read, name=f"host {name}", daemon=True)
         self._reader.start()
         threading.Thread(target=self._ping, name=f"ping {name}", daemon=True).start()
 
     def ask(self, do: str, body: bytes = b"", *, timeout_s: float = ANSWER_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
         """The agent's answer to a request. Raises LaunchError, which names the host."""
-        number = self._send(do, body, fields)
+        number = self._send(do, body, fields, is_waited_for=True)
         with self._changed:
             answered = self._changed.wait_for(lambda: number in self._answers or self.lost, timeout_s)
             answer = self._answers.pop(number, None)
+            self._waiting.discard(number)
         if answer is None:
             why = self.lost if answered else f"no answer to {do!r} came within {timeout_s:g} s"
             raise LaunchError(f"host {self.name}: {why}")
@@ -102,8 +119,7 @@ class HostLink:
         """End the agent, and with it all that it has started."""
         self._is_closing = True
         self._closed.set()
-        with contextlib.suppress(OSError), self._sending:
-            self._stdin.close()
+        self._outgoing.put(None)
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
@@ -112,20 +128,25 @@ class HostLink:
         self._reader.join(_CLOSE_S)
         self._stderr.close()
 
-    @property
-    def _stdin(self) -> BinaryIO:
-        assert self._process.stdin is not None
-        return self._process.stdin  # type: ignore[return-value]
-
-    def _send(self, do: str, body: bytes, fields: dict[str, Any]) -> int:
-        with self._sending:
+    def _send(self, do: str, body: bytes, fields: dict[str, Any], *, is_waited_for: bool) -> int:
+        with self._changed:
             self._asked += 1
             number = self._asked
-            left = memoryview(wire.pack({"do": do, "id": number, **fields}, body))
-            with contextlib.suppress(OSError, ValueError):  # has the connection ended, the reading thread says so
-                while left:
-                    left = left[os.write(self._stdin.fileno(), left) :]
+            if is_waited_for:
+                self._waiting.add(number)
+        self._outgoing.put(wire.pack({"do": do, "id": number, **fields}, body))
         return number
+
+    def _write(self) -> None:
+        """Hand on what is to be sent: nobody else waits for a host that does not read (own thread)."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # has the connection ended, the reading thread says so
+            while (message := self._outgoing.get()) is not None:
+                left = memoryview(message)
+                while left:
+                    left = left[self._process.stdin.write(left) :]
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
 
     def _read(self) -> None:
         """Take in what the agent says until its end (own thread)."""
@@ -134,18 +155,27 @@ class HostLink:
         try:
             with os.fdopen(os.dup(self._process.stdout.fileno()), "rb") as stream:
                 while (message := wire.read(stream)) is not None:
+                    self._heard_at_s = time.monotonic()
                     self._take(message)
-        except (wire.WireError, OSError) as error:
+        except wire.WireError as error:
             why = f"what came is not of an agent: {error}"
+        except OSError as error:
+            why = f"what it sent cannot be stored here: {error}"
+        except Exception as error:
+            why = f"what came is not of an agent: {error!r}"
+        if why:
             self._process.kill()
         self._process.wait()
-        if not self._is_closing:
-            why = why or _words(self._stderr) or f"the connection ended, exit status {self._process.returncode}"
+        is_expected = self._is_closing
+        if not is_expected:
+            ended = f"the connection ended, exit status {self._process.returncode}"
+            why = why or self._gave_up or _words(self._stderr) or ended
         with self._changed:
             self.lost = why or "the connection was closed"
             self._changed.notify_all()
         self._closed.set()
-        if not self._is_closing:
+        self._outgoing.put(None)
+        if not is_expected:
             self._on_lost(self)
 
     def _take(self, message: wire.Message) -> None:
@@ -153,14 +183,18 @@ class HostLink:
             self._on_report(self, message)
             return
         with self._changed:
-            self._answers[message.header["id"]] = message.header
-            self._changed.notify_all()
+            if (number := message.header["id"]) in self._waiting:
+                self._answers[number] = message.header
+                self._changed.notify_all()
 
     def _ping(self) -> None:
-        """Keep the agent's lease (own thread)."""
-        while not self._closed.wait(PING_S):
-            with contextlib.suppress(LaunchError):
-                self.ask("ping")
+        """Keep the agent's lease, and notice an agent that has become silent (own thread)."""
+        while not self._closed.wait(self._ping_s):
+            self._send("ping", b"", {}, is_waited_for=False)
+            silent_s = time.monotonic() - self._heard_at_s
+            if silent_s > self._silence_s:
+                self._gave_up = f"it has said nothing for {silent_s:.0f} s"
+                self._process.kill()
 
 
 def _partial(path: str) -> str:

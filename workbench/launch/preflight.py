@@ -134,7 +134,7 @@ def _clock(link: HostLink) -> tuple[float, float]:
     readings = []
     for _ in range(_CLOCK_READINGS):
         sent_s, started_s = time.time(), time.monotonic()
-        answer = link.ask("facts", timeout_s=_ANSWER_S)
+        answer = link.ask("ping", timeout_s=_ANSWER_S)
         trip_s = time.monotonic() - started_s
         readings.append((trip_s, answer["time_s"] - (sent_s + trip_s / 2)))
     trip_s, ahead_s = min(readings)

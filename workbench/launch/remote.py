@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -80,8 +80,8 @@ class _Staged:
     folder: str
     """Below each agent's work folder."""
     trial_dir: Path
-    hosts: tuple[str, ...]
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    links: dict[str, HostLink]
+    """The connections with which it was put there: one that is made later follows nothing."""
 
 
 class RemoteLauncher:
@@ -97,7 +97,7 @@ class RemoteLauncher:
         self._links: dict[str, HostLink] = {}
         self._opening, self._changed = threading.RLock(), threading.Condition()
         self._running: dict[int, Running] = {}
-        self._hosts: dict[int, str] = {}
+        self._links_of: dict[int, HostLink] = {}
         self._ended = 0
         self._staged: dict[Path, _Staged] = {}
         self._digests: dict[Path, str] = {}
@@ -159,15 +159,15 @@ class RemoteLauncher:
     def stage(self, run: RunFile, trial_dir: Path, points: Mapping[str, ResumePoint]) -> Sequence[ProcessSpec]:
         """See `Launcher`."""
         placement = self._place(run.config)
-        staged = _Staged(_remote_folder(trial_dir), trial_dir, placement.hosts)
+        links = {host: self.link(host) for host in placement.hosts}
+        staged = _Staged(_remote_folder(trial_dir), trial_dir, links)
         by_name: dict[str, ProcessSpec] = {}
         made = self._credentials(run, placement)
         address = self._server_address(run, placement)
         device = self._device(run, placement)
         with self._changed:
             self._staged[trial_dir] = staged
-        for host in placement.hosts:
-            link = self.link(host)
+        for host, link in links.items():
             facts = link.ask("facts")
             own = {name: point for name, point in points.items() if placement.host_of(name) == host}
             link.ask("trial", folder=staged.folder, points={n: [p.step, p.events_bytes] for n, p in own.items()})
@@ -190,8 +190,7 @@ class RemoteLauncher:
         if staged is None:
             return
         wrong = []
-        for host in staged.hosts:
-            link = self._links[host]
+        for link in staged.links.values():
             try:
                 link.ask("flush", folder=staged.folder, timeout_s=_FLUSH_TIMEOUT_S)
                 if is_done:
@@ -211,10 +210,10 @@ class RemoteLauncher:
         with self._changed:
             number = len(self._running)
             process = self._running[number] = Running(spec.name, number)
-            self._hosts[number] = spec.host
             staged = self._staged[log.parent.parent]
+            link = self._links_of[number] = staged.links[spec.host]
         try:
-            self.link(spec.host).ask(
+            link.ask(
                 "start",
                 process=number,
                 name=spec.name,
@@ -232,7 +231,7 @@ class RemoteLauncher:
 
     def signal(self, process: Running, number: int) -> None:
         """Signal the process group of a process; nothing happens when it has ended."""
-        link = self._links[self._hosts[process.id]]
+        link = self._links_of[process.id]
         if process.returncode is None:
             with contextlib.suppress(LaunchError):  # a lost host's processes have died with it
                 link.ask("signal", process=process.id, signal=int(number))
@@ -259,7 +258,7 @@ class RemoteLauncher:
     def _lose(self, link: HostLink) -> None:
         with self._changed:
             for number, process in self._running.items():
-                if process.returncode is None and self._hosts[number] == link.name:
+                if process.returncode is None and self._links_of.get(number) is link:
                     self._end(number, -signal.SIGKILL, f"host {link.name} was lost ({link.lost})")
             self._changed.notify_all()
 
