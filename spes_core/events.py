@@ -13,6 +13,10 @@ What a node tells of its rounds, each with the ``step`` after which it holds::
     partition   it trains other ``experts`` from here on: those ``taken`` over and those ``given`` away
     resume      it goes on from its checkpoint; what the file told after that is cut off
 
+What the server tells of the experts, after each round at whose step a validation is due::
+
+    experts     ``similarity``, a list by layer: mean cosine (-1 to 1) over pairs of experts, by their input projections
+
 ``train`` events count the steps that have passed; below quorum 1.0 a node may have taken fewer (``end`` has the sum).
 """
 

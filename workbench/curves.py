@@ -9,7 +9,8 @@ from itertools import accumulate
 from typing import Any
 
 from spes_core.config import RunConfig
-from workbench.recording import Event, Recording, mean_of, total
+from spes_core.events import as_float
+from workbench.recording import Event, Recording, mean_of, newest, total
 
 _TRAIN_MEANS = (
     "loss_nats",
@@ -52,6 +53,17 @@ def validation_curve(config: RunConfig, recording: Recording) -> list[dict[str, 
             of_domain = _validated([event["domains"][name] for event in events])
             point |= {f"{field}/{name}": value for field, value in of_domain.items()}
         points.append(point)
+    return points
+
+
+def experts_curve(config: RunConfig, recording: Recording) -> list[dict[str, Any]]:
+    """One point per "experts" event of the server: mean cosine over pairs of experts, by layer and over layers."""
+    points = []
+    for step, event in newest(recording.server, "experts", "step").items():
+        by_layer = [as_float(value) for value in event["similarity"]]
+        mean = sum(by_layer) / len(by_layer)
+        tokens = step * config.tokens_per_step
+        points.append({"step": step, "tokens": tokens, "similarity": mean, "similarity_by_layer": by_layer})
     return points
 
 

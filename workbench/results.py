@@ -14,7 +14,7 @@ from typing import Any
 from spes_core.config import RunConfig, to_dict
 from spes_core.model import counting
 from spes_core.runfile import RunFile
-from workbench.curves import train_curve, validated_domains, validation_curve
+from workbench.curves import experts_curve, train_curve, validated_domains, validation_curve
 from workbench.durable import read_json
 from workbench.evaluating_scores import FILE as EVALUATION
 from workbench.evaluating_scores import read_scores, with_scores
@@ -53,6 +53,8 @@ def build_result(trial_dir: Path) -> dict[str, Any]:
         "train": train_curve(config, recording),
         "validation": validation_curve(config, recording),
     }
+    if experts := experts_curve(config, recording):
+        curves["experts"] = experts
     # The launch that a resumed run's first step followed is not the one that this outcome tells of.
     resumed_at_step = outcome.get("resumed_at_step", 0)
     launched_at_s = None if resumed_at_step else outcome["launched_at_s"]

@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection
 
 from spes_core.config import RunConfig
 from spes_core.errors import RoundFailed, Unencodable
+from spes_core.schedules import validation_steps
 from spes_core.sync.aggregation import Aggregation, Inputs, Lengths, lengths
 from spes_core.sync.codec import Codec
+from spes_core.sync.drift import mean_similarity
 from spes_core.sync.global_state import GlobalState, Group, groups_of
 from spes_core.sync.journal import Decision, ResultRecord
 from spes_core.sync.ledger import Ledger, Standing
@@ -43,6 +45,7 @@ class Closing:
         self._config, self._schema, self._state, self._codec = config, schema, state, codec
         self._monitor, self._ledger, self._members = monitor, ledger, members
         self._checkpoint_steps = frozenset(checkpoint_steps)
+        self._validation_steps = frozenset(validation_steps(config))
         self._saved_round = ledger.first_round
         self.groups = groups_of(schema)
         self.is_forming = False
@@ -128,6 +131,9 @@ class Closing:
             self._record_former(now.index)
             self._ledger.close(now, decision)
             self._monitor.wake()
+        if now.step in self._validation_steps:
+            # Before the checkpoint: who goes on from there never closes this round again.
+            self._record_experts(now)
         if now.step in self._checkpoint_steps:
             if not now.is_recorded:
                 # Who goes on from here has no other word of this round; one with the deliveries may follow.
@@ -138,6 +144,18 @@ class Closing:
             self.is_forming = False
             self._prune()
             self._monitor.wake()
+
+    def _record_experts(self, now: Round) -> None:
+        """Tell how alike the experts of each layer are, where the global model is validated.
+
+        Nodes fetch the round meanwhile; only this thread changes the values, and here it reads them. Costs about
+        E²·P/2·layers multiply-adds for each validation (E experts of P input-projection values), as much as the
+        comparing of one merge.
+        """
+        layers = [group.layer for group in self.groups if group.layer is not None and len(group.tensors) > 2]
+        if layers:
+            similarity = [mean_similarity(self._state.bank(layer, "gate_up")) for layer in layers]
+            self._monitor.record("experts", round=now.index, step=now.step, similarity=similarity)
 
     def _standing(self, now: Round, decision: Decision) -> Standing:
         return Standing(

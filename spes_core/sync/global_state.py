@@ -87,20 +87,22 @@ class GlobalState:
 
     def merge(self, layer: int, num_neighbours: int, alpha: float) -> None:
         """Merge the experts of one layer in place."""
-        flat = torch.from_numpy(self.values)
+        merge_layer(self.bank(layer, "gate_up"), self.bank(layer, "down"), num_neighbours, alpha)
+
+    def bank(self, layer: int, matrix: str) -> torch.Tensor:
+        """One matrix of all experts of a layer as (E, P): a strided view, for experts lie at equal distances.
+
+        Needs two experts.
+        """
         num_experts = sum(
-            parsed[0] == layer and parsed[2] == "down"
+            parsed[0] == layer and parsed[2] == matrix
             for spec in self._schema
             if (parsed := parse_expert(spec.name)) is not None
         )
-        banks = [self._bank(flat, layer, num_experts, matrix) for matrix in ("gate_up", "down")]
-        merge_layer(banks[0], banks[1], num_neighbours, alpha)
-
-    def _bank(self, flat: torch.Tensor, layer: int, num_experts: int, matrix: str) -> torch.Tensor:
-        """One matrix of all experts of a layer as (E, P): a strided view, for experts lie at equal distances."""
         index_of = {spec.name: index for index, spec in enumerate(self._schema)}
         indices = [index_of[expert_tensor(layer, expert, matrix)] for expert in range(num_experts)]
         starts = [self.starts[index] for index in indices]
         stride = starts[1] - starts[0]
         assert starts == [starts[0] + stride * expert for expert in range(num_experts)]
+        flat = torch.from_numpy(self.values)
         return flat.as_strided((num_experts, self._schema[indices[0]].num_elements), (stride, 1), starts[0])

@@ -32,17 +32,22 @@ def nearest_experts(gate_EP: Tensor, num_neighbours: int) -> Tensor:
 
     An expert of norm zero has cosine 0 to every other.
     """
+    assert 1 <= num_neighbours < gate_EP.shape[0]
+    cosine_EE = cosine_similarity(gate_EP)
+    cosine_EE.fill_diagonal_(-torch.inf)
+    return cosine_EE.argsort(dim=1, descending=True, stable=True)[:, :num_neighbours]
+
+
+def cosine_similarity(gate_EP: Tensor) -> Tensor:
+    """Cosines (E, E) of all pairs in float64; an expert of norm zero has cosine 0 to every one."""
     num_experts = gate_EP.shape[0]
-    assert 1 <= num_neighbours < num_experts
     gram_EE = torch.zeros(num_experts, num_experts, dtype=torch.float64, device=gate_EP.device)
     for columns in torch.split(gate_EP, _GRAM_COLUMNS, dim=1):
         columns = columns.double()
         gram_EE.addmm_(columns, columns.T)
     norm_E = gram_EE.diagonal().sqrt()
     norms_EE = norm_E[:, None] * norm_E[None, :]
-    cosine_EE = torch.where(norms_EE > 0, gram_EE / norms_EE, 0.0)
-    cosine_EE.fill_diagonal_(-torch.inf)
-    return cosine_EE.argsort(dim=1, descending=True, stable=True)[:, :num_neighbours]
+    return torch.where(norms_EE > 0, gram_EE / norms_EE, 0.0)
 
 
 def _pull(weights_EP: Tensor, neighbours_EK: Tensor, alpha: float) -> None:

@@ -167,7 +167,7 @@ def _draw_panel(axes: Axes, evidence: Evidence, curves: Curves, clock: Clock, ki
             x, y = thin(curve[clock.column].to_numpy() * clock.factor, curve["loss_nats"].to_numpy())
             reach += list(x)
             axes.plot(
-                x, y, color=styles[series].colour, alpha=_strength(index, len(cells)), linewidth=1.2,
+                x, y, color=styles[series].colour, alpha=strength(index, len(cells)), linewidth=1.2,
                 zorder=3 if series == evidence.reference else 2, **(ALONE if len(x) == 1 else {}),
             )  # fmt: skip
     _limits(axes, clock, bottoms, tops, reach)
@@ -187,7 +187,7 @@ def _limits(axes: Axes, clock: Clock, bottoms: Sequence[float], tops: Sequence[f
         ink.few_ticks(axes.xaxis, 4)
 
 
-def _strength(index: int, size: int) -> float:
+def strength(index: int, size: int) -> float:
     """Opacity of the index-th x of a series: 1 for the smallest x, fainter for larger."""
     return 1.0 if size == 1 else 1.0 - 0.68 * index / (size - 1)
 

@@ -112,6 +112,8 @@ def sources_table(evidence: Evidence) -> Table:
         ("expert load", "expert_load, moe/load_imbalance", "load: expert_tokens"),
         ("merges", "merge/count", "round: merged"),
     ]
+    if any(trial.part("curves").get("experts") for trial in evidence.done):
+        rows.append(("similarity of experts", "curves.experts", "experts: similarity"))
     if any(domain_of(metric) for trial in evidence.done for metric in trial.metrics):
         rows.insert(1, ("validation by domain", "eval/loss/…, eval/bits_per_byte/…", "validation: domains"))
     return Table(
