@@ -96,7 +96,8 @@ def test_a_study_over_ssh_gives_the_bits_and_the_files_of_the_local_one(hosts: T
     here, there = trial_dir(folder, "local"), trial_dir(folder, "far")
     assert here.name == there.name
     assert_bitwise_equal(final_weights(there), final_weights(here))
-    assert files_of(there) == files_of(here)
+    of_loopback = {"join.token", "server.address"}  # what a server leaves for nodes in the same folder
+    assert files_of(there) == files_of(here) - of_loopback
     results = [json.loads((trial / "result.json").read_text(encoding="utf-8")) for trial in (here, there)]
     assert results[0].keys() == results[1].keys() and results[1]["status"] == "done"
     wait_until(lambda: no_process_on_any(hosts), 30)
