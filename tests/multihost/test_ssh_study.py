@@ -51,7 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, four_hosts: Testbed) -> Pat
     for host in four_hosts.hosts:
         work_dir = four_hosts.host_folder(host) / "work"
         lines += [f"  - name: {host}", f"    ssh: {host}", f"    address: {four_hosts.address(host)}",
-                  f"    work_dir: {json.dumps(str(work_dir))}", f"    python: {sys.executable}"]  # fmt: skip
+                  f"    work_dir: {json.dumps(str(work_dir))}", f"    python: {sys.executable}",
+                  "    ssh_options: [-o, ServerAliveInterval=1, -o, ServerAliveCountMax=8]"]  # fmt: skip
     (folder / "hosts.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
     process = start(folder, four_hosts, "local")
     assert process.wait(120) == 0, (folder / "local.log").read_text()

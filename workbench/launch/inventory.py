@@ -15,7 +15,7 @@ from workbench.errors import StudyError
 from workbench.launch.remote import Placement, Site
 from workbench.yamlsource import Source, read_yaml
 
-SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
+_DEFAULTS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 """How hosts are called: a host that wants a password or a confirmation fails at once instead of waiting for one."""
 
 TEMPLATE = """\
@@ -186,8 +186,11 @@ def _place(source: Source, path: str) -> str:
 
 
 def connector(host: Host, arguments: Sequence[str]) -> tuple[str, ...]:
-    """The command that runs ``arguments`` on a host, with its stdin, stdout and stderr."""
-    return (*SSH, *host.ssh_options, host.ssh, "--", shlex.join(arguments))
+    """The command that runs ``arguments`` on a host, with its stdin, stdout and stderr.
+
+    Of an option that is given twice ssh takes the first, so those of the inventory come before ours.
+    """
+    return ("ssh", *host.ssh_options, *_DEFAULTS, host.ssh, "--", shlex.join(arguments))
 
 
 def agent_site(host: Host, code: str) -> Site:
