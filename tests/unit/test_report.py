@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -495,12 +493,3 @@ def test_folder_that_is_no_study_exits_2_and_writes_nothing(tmp_path: Path, caps
     (tmp_path / "study.json").write_text("[1]")
     with pytest.raises(ConfigError, match="one JSON object"):
         render(tmp_path, tmp_path / "out")
-
-
-def test_nothing_heavy_is_imported_before_a_report_is_rendered() -> None:
-    code = (
-        "import sys, workbench.report.render, workbench.report.__main__, workbench.statistics as s\n"
-        "heavy = {'matplotlib', 'pandas', 'weasyprint', 'torch', 'scipy'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

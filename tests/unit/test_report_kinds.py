@@ -28,7 +28,7 @@ from workbench.report.document import PAGE, PHONE, Document, Figure, Layout, Tab
 from workbench.report.evidence import read
 from workbench.report.findings import analyse
 from workbench.report.labels import fitting_columns, width_pt, wrap
-from workbench.report.observations import setup
+from workbench.report.observations import communication, setup
 from workbench.report.words import verdict
 
 SEEDS = (0, 1, 2)
@@ -407,3 +407,18 @@ def test_bootstrap_intervals_stand_beside_student_s_from_five_seeds_on(tmp_path:
     low, high = scipy.stats.bootstrap((values,), np.mean, method="percentile", n_resamples=20_000).confidence_interval
     shown = [float(text) for text in plain(found[6].frame["bootstrap"][0]).strip("[] %").replace("]", "").split(",")]
     assert shown == pytest.approx([100 * low, 100 * high], abs=0.06)
+
+
+def test_a_share_of_next_to_nothing_is_not_told(tmp_path: Path) -> None:
+    """A reference that is alone receives only what answers its own messages."""
+
+    def alone(result: dict[str, Any]) -> None:
+        if result["trial"]["arm"] == "centralized":
+            result["metrics"]["comm/downlink_gb"] = 1e-9
+
+    folder = made_up.write_study(tmp_path / "alone", seeds=SEEDS, intervals=(10, 50), curve_points=8)
+    before = communication(analyse(read(folder)))
+    assert "against centralized, a node of spes sends" in before and before.count(" and receives ") == 2
+    edit(folder, lambda interval: {"sync.interval_steps": interval}, alone)
+    after = communication(analyse(read(folder)))
+    assert "against centralized, a node of spes sends" in after and after.count(" and receives ") == 1

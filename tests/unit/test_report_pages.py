@@ -182,3 +182,12 @@ def test_a_browser_opens_a_page_without_an_error_and_its_table_can_be_sorted(
     if page == "first/index.html":
         headings = re.findall(r"<th [^>]*>\s*<button type=\"button\">", done.stdout)
         assert len(headings) >= 8
+
+
+def test_nothing_heavy_is_imported_before_a_report_is_rendered() -> None:
+    code = (
+        "import sys, workbench.report.render, workbench.report.__main__, workbench.statistics as s\n"
+        "heavy = {'matplotlib', 'pandas', 'weasyprint', 'torch', 'scipy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -24,6 +24,9 @@ from workbench.report.printing import (
 from workbench.statistics import mean
 from workbench.trees import lookup
 
+_LARGEST_SHARE = 100.0
+"""A node that is alone receives only what answers its own messages: no share of that tells anything."""
+
 
 def communication(analysis: Analysis) -> str:
     """Bytes of the subject against the full-model baseline and against the reference."""
@@ -32,21 +35,22 @@ def communication(analysis: Analysis) -> str:
     for theirs in dict.fromkeys([baseline(evidence), evidence.reference]):
         if theirs is None or ours is None or theirs == ours:
             continue
-        sent, received = (_share_range(evidence, ours, theirs, f"comm/{way}_gb") for way in ("uplink", "downlink"))
-        if sent and received:
-            parts.append(f"against {theirs.label}, a node of {ours.label} sends {sent} and receives {received}")
+        ways = {"sends": "uplink", "receives": "downlink"}
+        shares = {verb: _share_range(evidence, ours, theirs, f"comm/{way}_gb") for verb, way in ways.items()}
+        if told := [f"{verb} {share}" for verb, share in shares.items() if share]:
+            parts.append(f"against {theirs.label}, a node of {ours.label} {' and '.join(told)}")
     text = "; ".join(parts)
     return f"{sentence(text)} of the bytes." if text else ""
 
 
 def _share_range(evidence: Evidence, ours: Series, theirs: Series, metric: str) -> str:
-    """ "59 %", or "0.2 % to 4.0 %" where the share depends on x."""
+    """ "59 %", or "0.2 % to 4.0 %" where the share depends on x; "" where theirs is next to nothing."""
     shares = [
         share
         for cell in evidence.cells_of(ours)
         if (share := ratio(cell, same_x(evidence, theirs, cell.x), metric)) is not None
     ]
-    if not shares:
+    if not shares or max(shares) > _LARGEST_SHARE:
         return ""
     low, high = (percent(share, digits=0 if share >= 0.1 else 1) for share in (min(shares), max(shares)))
     return low if low == high else f"{low} to {high}"
