@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,16 @@ def mistakes(tmp_path: Path, text: str) -> list[str]:
     with pytest.raises(StudyError) as caught:
         read_inventory(path)
     return [mistake.removeprefix(f"{path}:") for mistake in caught.value.mistakes]
+
+
+def test_the_inventory_that_the_documentation_shows_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "multi_host.md").read_text(encoding="utf-8")
+    (block,) = [block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if block.startswith("hosts:")]
+    path = tmp_path / "hosts.yaml"
+    path.write_text(block, encoding="utf-8")
+    inventory = read_inventory(path)
+    assert inventory.server.name == "gpu1"
+    assert inventory.place(run(4)).nodes == ("gpu1", "gpu2", "gpu3", "gpu4")
 
 
 def test_the_template_is_an_inventory(tmp_path: Path) -> None:
@@ -104,7 +115,7 @@ def test_ranks_of_a_node_need_their_gpus() -> None:
 def test_the_command_is_one_word_for_the_shell_of_the_host() -> None:
     argv = connector(host("a", ssh_options=("-p", "2222")), ("python3", "-c", "print('a b')", "$HOME"))
     assert argv[0] == "ssh" and "BatchMode=yes" in argv
-    assert argv[-5:-1] == ("-p", "2222", "a", "--")
+    assert argv[1:3] == ("-p", "2222") and argv[-3:-1] == ("a", "--"), "the first of two options counts for ssh"
     assert shlex.split(argv[-1]) == ["python3", "-c", "print('a b')", "$HOME"]
     words = shlex.split(agent_site(host("a", work_dir="~/w ü", python="~/v/python"), "/c d").connector[-1])
     assert words == ["env", "PYTHONPATH=/c d", "v/python", "-m", "workbench.launch.agent", "--work", "w ü"]
