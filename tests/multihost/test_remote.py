@@ -279,7 +279,7 @@ def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path:
             assert "not of an agent" in link.lost, said
             link.close()
     silent.close()
-    assert len(lost) == 5
+    assert len(lost) == 6
 
 
 @pytest.mark.parametrize(
