@@ -37,7 +37,7 @@ from workbench.trials import Corpus, Trial, Variant, identify
 Outcome = Literal["done", "some failed", "interrupted"]
 
 _NOTHING = Need(cores=0, memory_bytes=0, gpus=0)
-"""What trials on other hosts take of this one."""
+"""What trials that run elsewhere take of this machine."""
 _ENDED_WELL = ("done", "pruned")
 _NO_FAILURE = (*_ENDED_WELL, "interrupted", "busy")
 
@@ -217,9 +217,8 @@ class Campaign:
     def _crew(self, launcher: Launcher | None, lines: PlainLines | LiveLines, stop_request: StopRequest) -> Crew:
         resources, launching = self._study.resources, self._study.launcher
         if launcher is None:  # the cluster has the room, and its queue the order
-            nothing = Need(cores=0, memory_bytes=0, gpus=0)
             return Crew(
-                lambda trial, _: self._follow_trial(trial, lines, stop_request), lambda _: nothing, self._budget, None,
+                lambda trial, _: self._follow_trial(trial, lines, stop_request), lambda _: _NOTHING, self._budget, None,
                 stop_request,
             )  # fmt: skip
         return Crew(

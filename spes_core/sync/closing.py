@@ -10,7 +10,6 @@ from spes_core.errors import RoundFailed, Unencodable
 from spes_core.schedules import validation_steps
 from spes_core.sync.aggregation import Aggregation, Inputs, Lengths, lengths
 from spes_core.sync.codec import Codec
-from spes_core.sync.drift import mean_similarity
 from spes_core.sync.global_state import GlobalState, Group, groups_of
 from spes_core.sync.journal import Decision, ResultRecord
 from spes_core.sync.ledger import Ledger, Standing
@@ -19,6 +18,7 @@ from spes_core.sync.messages import Schema
 from spes_core.sync.monitor import Monitor
 from spes_core.sync.robust import clip_scales, needs_lengths, quarantined
 from spes_core.sync.round import Round
+from spes_core.sync.similarity import mean_similarity
 
 _TICK_S = 0.2
 """How often it is asked whether time alone has changed something."""

@@ -107,18 +107,18 @@ class RemoteLauncher:
 
     def wait_ready(self) -> None:
         """Return when an agent answers on every host. Raises LaunchError, which names the hosts that do not answer."""
-        wrong = []
+        wrong, links = [], []
         with self._opening:
             for name in self._sites:
                 try:
-                    self.link(name)
+                    links.append(self.link(name))
                 except LaunchError as error:
                     wrong.append(str(error))
-            for name, link in self._links.items():
+            for link in links:
                 try:
                     link.ask("ready", timeout_s=_READY_TIMEOUT_S)
                 except LaunchError as error:
-                    wrong.append(str(error)) if not any(f"host {name}:" in said for said in wrong) else None
+                    wrong.append(str(error))
         if wrong:
             raise LaunchError("; ".join(wrong))
 
@@ -163,7 +163,7 @@ class RemoteLauncher:
         staged = _Staged(_remote_folder(trial_dir), trial_dir, links)
         by_name: dict[str, ProcessSpec] = {}
         made = self._credentials(run, placement)
-        address = self._server_address(run, placement)
+        address = self._server_address(placement)
         device = self._device(run, placement)
         with self._changed:
             self._staged[trial_dir] = staged
@@ -285,7 +285,7 @@ class RemoteLauncher:
 
     # What hosts are given
 
-    def _server_address(self, run: RunFile, placement: Placement) -> tuple[str, str]:
+    def _server_address(self, placement: Placement) -> tuple[str, str]:
         """Where the server listens, and where the nodes call it."""
         site = self._sites[placement.server]
         listen = site.listen or site.address

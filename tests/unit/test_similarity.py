@@ -16,10 +16,10 @@ from spes_core.config import ModelConfig, RunConfig, ValidationConfig
 from spes_core.events import EventWriter
 from spes_core.runfile import RunFile
 from spes_core.schedules import validation_steps
-from spes_core.sync.drift import mean_similarity
 from spes_core.sync.inprocess import LocalClient
 from spes_core.sync.ledger import Standing
 from spes_core.sync.merge import nearest_experts
+from spes_core.sync.similarity import mean_similarity
 from tests.reference import report_fixture as made_up
 from tests.round_node import Node, nodes_of, one_round, whole_run
 from tests.small_rounds import FULL, MODEL, Recorder, make_server, run_rounds, running, small_config
