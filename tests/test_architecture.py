@@ -36,6 +36,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "runfile",
             "names",
             "partition",
+            "sharding",
             "rules",
             "mixrules",
             "schedules",

@@ -28,11 +28,12 @@ from typing import Any, Literal, Self
 from spes_core.config import RunConfig, to_dict
 from spes_core.protocol import credentials
 from spes_core.runfile import RunFile
+from spes_core.sharding import server_names
 from spes_core.snapshots import ResumePoint
 from workbench.launch import wire
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError, Running, count_running
-from workbench.processes import SERVER, ProcessSpec, plan
+from workbench.processes import ProcessSpec, plan
 
 _READY_TIMEOUT_S = 180.0
 _FLUSH_TIMEOUT_S = 3600.0
@@ -347,7 +348,7 @@ class RemoteLauncher:
 
 
 def _participants(config: RunConfig, placement: Placement, host: str) -> list[str]:
-    names = [SERVER, *(f"node-{node}" for node in range(config.nodes))]
+    names = [*server_names(config.server.shards), *(f"node-{node}" for node in range(config.nodes))]
     return [name for name in names if placement.host_of(name) == host]
 
 
