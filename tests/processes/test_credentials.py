@@ -251,7 +251,7 @@ def test_a_real_run_with_certificates_serves_its_nodes_its_status_and_nobody_els
     hello = make_hello(config, small_schema(config), 0)
     with real_server(tmp_path, str(made / "ours")) as address:
         run = RunFile.load(tmp_path / "run.json")
-        with connect(run, tmp_path, 0) as client:
+        with connect(run, tmp_path, 0)[0] as client:
             assert client.join(hello).round == 0
         with pytest.raises(SpesError):
             SyncClient(address, config, 0, connect_timeout_s=0.2).join(hello)
@@ -270,7 +270,7 @@ def test_whoever_can_read_run_json_alone_cannot_join_and_status_and_health_tell_
     with real_server(tmp_path) as address:
         with pytest.raises(Refused, match="no join token"):
             SyncClient(address, config, 0).join(hello)
-        with connect(RunFile.load(tmp_path / "run.json"), tmp_path, 0) as client:
+        with connect(RunFile.load(tmp_path / "run.json"), tmp_path, 0)[0] as client:
             client.join(hello)
         assert status.main([address, "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)

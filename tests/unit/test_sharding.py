@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from spes_core.config import (
@@ -45,6 +45,7 @@ def moved(config: RunConfig, name: str) -> int:
     return size * (up + sum(down))
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     layers=some.integers(1, 9),
     experts=some.integers(2, 9),
