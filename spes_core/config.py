@@ -17,6 +17,7 @@ from spes_core.dataconfig import DomainConfig as DomainConfig
 from spes_core.errors import ConfigError
 from spes_core.partition import Partition, PartitionKind, make_partition
 from spes_core.rules import check
+from spes_core.sharding import server_names
 from spes_core.structure import build
 
 Method = Literal["spes", "dilico", "diloco", "centralized", "local"]
@@ -375,6 +376,11 @@ class RunConfig:
     def group_size(self) -> int:
         """Number of processes in one torchrun group: all of them when they exchange gradients, else those of a node."""
         return self.world_size if self.sync.exchange == "gradients" else self.parallel.ranks_per_node
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The server processes by name, in the order of their shards; none without rounds."""
+        return server_names(self.server.shards) if self.sync.exchange == "rounds" else ()
 
     @property
     def num_recorders(self) -> int:

@@ -42,7 +42,6 @@ from spes_core.protocol import channel, credentials, status
 from spes_core.protocol.servicer import Opening, SyncServicer, num_threads
 from spes_core.runfile import RunFile
 from spes_core.schedules import checkpoint_steps, merge_steps, round_steps
-from spes_core.sharding import server_names
 from spes_core.sync.codec import Values
 from spes_core.sync.global_state import GlobalState
 from spes_core.sync.ledger import FRESH, Standing
@@ -105,7 +104,7 @@ def serve(run: RunFile, folder: Path, shard: int = 0) -> None:
     """
     listening = Listening(run, folder)
     config, names = run.config, tensors_by_shard(run.config)[shard]
-    name = server_names(config.server.shards)[shard]
+    name = config.servers[shard]
     # Takes the lock of the server's files: before it nothing of them is touched.
     events = EventWriter(folder / "events" / f"{name}.jsonl")
     # A former server's address must not lead this run's nodes astray.
@@ -268,7 +267,7 @@ def _store(
 def _save_final(run: RunFile, folder: Path, server: str, schema: Schema, state: GlobalState) -> None:
     """Keep the global weights of the end of the run; of several servers the last one makes one file of them."""
     tensors = {spec.name: torch.from_numpy(state.tensor(index)).view(spec.shape) for index, spec in enumerate(schema)}
-    servers = server_names(run.config.server.shards)
+    servers = run.config.servers
     if len(servers) == 1:
         save_final(run, folder, tensors, FINAL)
         return

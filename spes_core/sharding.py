@@ -7,13 +7,14 @@ computes of them depends on no other tensor: so the number of servers changes no
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
-from spes_core.names import parse_expert
-from spes_core.partition import Partition, downloads
+from spes_core.names import expert_of, parse_expert
+from spes_core.partition import Partition
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def deal(
     """
     names = list(shapes)
     groups = groups_of(names)
-    moved = [sum(_moved(shapes, names[index], partition, all_changed) for index in group.tensors) for group in groups]
+    values = moved_values(shapes, partition, all_changed=all_changed)
+    moved = [sum(values[names[index]] for index in group.tensors) for group in groups]
     loads, dealt = [0] * shards, [[] for _ in range(shards)]  # type: tuple[list[int], list[list[int]]]
     for place in sorted(range(len(groups)), key=lambda place: (-moved[place], place)):
         shard = min(range(shards), key=lambda shard: (loads[shard], shard))
@@ -60,11 +62,21 @@ def deal(
     return tuple(tuple(names[index] for index in sorted(indices)) for indices in dealt)
 
 
-def _moved(shapes: Mapping[str, tuple[int, ...]], name: str, partition: Partition, all_changed: bool) -> int:
-    """Values that a round moves for one tensor, over all nodes, both ways."""
-    nodes = range(partition.num_nodes)
-    lacking = sum(downloads(partition, n, name, experts_changed=False, all_changed=all_changed) for n in nodes)
-    return prod(shapes[name]) * (len(partition.trainers(name)) + lacking)
+def moved_values(
+    shapes: Mapping[str, tuple[int, ...]], partition: Partition, *, all_changed: bool = False
+) -> dict[str, int]:
+    """How many values of each tensor a round without merge moves over all nodes, both ways.
+
+    As `partition.downloads` has it for each node, a tensor goes down to all but who alone trained it.
+    """
+    owners = Counter(expert for experts in partition.experts_by_node for expert in experts)
+    nodes, moved = partition.num_nodes, {}
+    for name, shape in shapes.items():
+        expert = expert_of(name)
+        trainers = nodes if expert is None else owners[expert]
+        lacking = nodes if all_changed or trainers != 1 else nodes - 1
+        moved[name] = prod(shape) * (trainers + lacking)
+    return moved
 
 
 def server_names(shards: int) -> tuple[str, ...]:

@@ -25,7 +25,6 @@ from typing import Any
 
 from spes_core.config import RunConfig, digest
 from spes_core.errors import DataError
-from spes_core.sharding import server_names
 
 SCHEMA = 1
 
@@ -76,8 +75,7 @@ def _models(config: RunConfig) -> list[list[str]]:
     """Who keeps a copy of the global model (or of a part) together: each server alone, and the ranks of each node."""
     ranks = range(config.parallel.ranks_per_node)
     by_node = [[node_name(config, node, rank) for rank in ranks] for node in range(config.nodes)]
-    servers = [[name] for name in server_names(config.server.shards)]
-    return [*servers, *by_node] if config.sync.exchange == "rounds" else by_node
+    return [*([name] for name in config.servers), *by_node]
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def join_parts(folder: Path, servers: Sequence[str], names: Sequence[str]) -> bo
             return False
     except FileNotFoundError:
         return final.exists()  # another server was here at the same time
-    except (OSError, LookupError) as error:
+    except (OSError, LookupError, ValueError, TypeError) as error:
         raise DataError(f"{final} cannot be made from the parts of {len(servers)} servers: {error!r}") from error
     for part in parts:
         part.unlink(missing_ok=True)

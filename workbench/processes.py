@@ -8,7 +8,6 @@ from pathlib import Path
 
 import spes_core
 from spes_core.runfile import RunFile
-from spes_core.sharding import server_names
 
 GROUP = "torchrun"
 """Name of the process that starts the ranks of a process group."""
@@ -59,10 +58,10 @@ def plan(
         node_env = env | _group_environment() if ranks > 1 else env
         nodes.append(ProcessSpec(name=name, argv=(*argv, "--node", str(node)), env=node_env))
     servers = []
-    for shard, name in enumerate(server_names(run.config.server.shards)):
+    for shard, name in enumerate(run.config.servers):
         which = ("--shard", str(shard)) if shard else ()
         servers.append(ProcessSpec(name=name, argv=(python, "-m", "spes_core.server", run_file, *which), env=env))
-    return [*servers, *nodes] if exchange == "rounds" else nodes
+    return [*servers, *nodes]
 
 
 def environment(run: RunFile) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from spes_core.errors import DataError
 from spes_core.model.counting import tensor_shapes
 from spes_core.runfile import RunFile
-from spes_core.sharding import is_server, server_names
+from spes_core.sharding import is_server
 from spes_core.snapshots import ResumePoint
 from spes_core.weightsfile import join_parts
 from workbench.failures import Failure, Status, classify, describe, first_failed, last_lines, log_bytes
@@ -103,7 +103,7 @@ class Watch:
     def _join_weights(self) -> None:
         """Make one file of what several servers have left on several hosts. Raises DataError."""
         config = self._run.config
-        servers, names = server_names(config.server.shards), list(tensor_shapes(config.model))
+        servers, names = config.servers, list(tensor_shapes(config.model))
         if len(servers) > 1 and not join_parts(self._trial_dir / "weights", servers, names):
             raise DataError(f"of the final weights not all {len(servers)} parts are in {self._trial_dir / 'weights'}")
 

@@ -10,7 +10,6 @@ from spes_core.protocol import credentials
 from spes_core.protocol.client import SyncClient
 from spes_core.protocol.link import Pace
 from spes_core.runfile import RunFile
-from spes_core.sharding import server_names
 
 
 def connect(run: RunFile, folder: Path, node: int) -> list[SyncClient]:
@@ -19,7 +18,7 @@ def connect(run: RunFile, folder: Path, node: int) -> list[SyncClient]:
     """
     shown, pace = credentials.of_node(run.credentials, folder, node), Pace(run.config.link)
     clients = []
-    for shard, name in enumerate(server_names(run.config.server.shards)):
+    for shard, name in enumerate(run.config.servers):
         find = partial(read_address, run.address_of(shard), folder, server=name)
         find()
         at_once = partial(find, timeout_s=0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import pytest
@@ -25,8 +24,8 @@ from spes_core.config import (
 )
 from spes_core.model.counting import tensor_shapes, tensors_by_shard
 from spes_core.names import layer_of, parse_expert
-from spes_core.partition import downloads
-from spes_core.sharding import is_server, joined_digest, server_names
+from spes_core.sharding import is_server, joined_digest, moved_values, server_names
+from tests.reference.moved import moved
 from tests.small_rounds import MODEL, small_config
 
 DEEP = replace(MODEL, num_layers=8, d_model=32, expert_hidden=32)
@@ -34,15 +33,6 @@ DEEP = replace(MODEL, num_layers=8, d_model=32, expert_hidden=32)
 
 def sharded(shards: int, model: ModelConfig = DEEP, **changes: Any) -> RunConfig:
     return replace(small_config(), model=model, server=ServerConfig(shards=shards), **changes)
-
-
-def moved(config: RunConfig, name: str) -> int:
-    """Values of a tensor on the wire in one round, counted node by node."""
-    partition, all_changed = config.make_partition(), config.outer.kind != "none"
-    size = prod(tensor_shapes(config.model)[name])
-    up = sum(partition.trains(node, name) for node in range(config.nodes))
-    down = [downloads(partition, n, name, experts_changed=False, all_changed=all_changed) for n in range(config.nodes)]
-    return size * (up + sum(down))
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,10 +61,12 @@ def test_every_tensor_has_one_server_and_what_is_formed_together_stays_together(
             {parsed[0] for name in names if (parsed := parse_expert(name)) and parsed[0] == layer} for names in dealt
         ]
         assert sum(map(bool, holders)) == 1
-    loads = [sum(moved(config, name) for name in names) for names in dealt]
+    counted = {name: moved(config, name) for name in whole}
+    assert moved_values(tensor_shapes(model), config.make_partition(), all_changed=outer != "none") == counted
+    loads = [sum(counted[name] for name in names) for names in dealt]
     # Greedy dealing leaves no server ahead of another by more than the last group that it got.
     assert max(loads) - min(loads) <= max(
-        sum(moved(config, name) for name in whole if _group(name) == group) for group in map(_group, whole)
+        sum(counted[name] for name in whole if _group(name) == group) for group in set(map(_group, whole))
     )
 
 

@@ -28,7 +28,6 @@ from typing import Any, Literal, Self
 from spes_core.config import RunConfig, to_dict
 from spes_core.protocol import credentials
 from spes_core.runfile import RunFile
-from spes_core.sharding import server_names
 from spes_core.snapshots import ResumePoint
 from workbench.launch import wire
 from workbench.launch.hostlink import HostLink
@@ -348,7 +347,7 @@ class RemoteLauncher:
 
 
 def _participants(config: RunConfig, placement: Placement, host: str) -> list[str]:
-    names = [*server_names(config.server.shards), *(f"node-{node}" for node in range(config.nodes))]
+    names = [*config.servers, *(f"node-{node}" for node in range(config.nodes))]
     return [name for name in names if placement.host_of(name) == host]
 
 
