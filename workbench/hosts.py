@@ -57,9 +57,10 @@ def placements(study: Study, variants: Iterable[Variant], inventory: Inventory) 
 def ready_launcher(study: Study, variants: Iterable[Variant]) -> RemoteLauncher:
     """A launcher on the hosts of a study, once nothing is wrong with them. Raises StudyError with all that is."""
     inventory = study_inventory(study)
-    placements(study, variants, inventory)
+    placed = placements(study, variants, inventory)
     print(f"checking {len(inventory.hosts)} hosts of {inventory.path}", flush=True)
-    found = check(inventory, port=study.launcher.port)
+    found = check(inventory, port=study.launcher.port, placements=placed.values())
+    _print_notes(found)
     if found.problems:
         raise StudyError(found.problems)
     return RemoteLauncher(found.sites, inventory.place, port=study.launcher.port)
@@ -73,9 +74,16 @@ def describe(placed: dict[str, Placement]) -> list[str]:
         nodes: dict[str, list[str]] = {}
         for number, host in enumerate(placement.nodes):
             nodes.setdefault(host, []).append(str(number))
-        shown = "; ".join(f"nodes {', '.join(numbers)} on {host}" for host, numbers in nodes.items())
-        lines.append(f"{count} trials: server on {placement.server}; {shown}")
+        what = "ranks" if placement.is_group else "nodes"
+        shown = [f"{what} {', '.join(numbers)} on {host}" for host, numbers in nodes.items()]
+        lead = [] if placement.is_group else [f"server on {placement.server}"]
+        lines.append(f"{count} trials: {'; '.join([*lead, *shown])}")
     return lines
+
+
+def _print_notes(found: Preflight) -> None:
+    for note in found.notes:
+        print(f"note: {note}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,30 +101,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         inventory = read_inventory(options.inventory)
-        mistakes = [] if options.study is None else _without_room(options.study, inventory)
-        found = check(inventory, port=options.port)
+        placed, mistakes = ({}, []) if options.study is None else _placed(options.study, inventory)
+        found = check(inventory, port=options.port, placements=placed.values())
     except StudyError as error:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)
         return 2
     _show(found)
+    _print_notes(found)
     problems = [*mistakes, *found.problems]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 2 if problems else 0
 
 
-def _without_room(path: Path, inventory: Inventory) -> list[str]:
+def _placed(path: Path, inventory: Inventory) -> tuple[dict[str, Placement], list[str]]:
+    """Where the trials of a study run; and for which there is no room."""
     from workbench.spec import read_study
     from workbench.trials import expand
 
     study = read_study(path)
     try:
-        for line in describe(placements(study, expand(study), inventory)):
-            print(line)
+        placed = placements(study, expand(study), inventory)
     except StudyError as error:
-        return list(error.mistakes)
-    return []
+        return {}, list(error.mistakes)
+    for line in describe(placed):
+        print(line)
+    return placed, []
 
 
 def _show(found: Preflight) -> None:

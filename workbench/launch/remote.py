@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import secrets
 import signal
 import socket
 import tempfile
@@ -25,9 +26,10 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from spes_core import snapshots
 from spes_core.config import RunConfig, to_dict
 from spes_core.protocol import credentials
-from spes_core.runfile import RunFile
+from spes_core.runfile import Meeting, RunFile
 from spes_core.snapshots import ResumePoint
 from workbench.launch import wire
 from workbench.launch.hostlink import HostLink
@@ -52,15 +54,22 @@ class Site:
     """Address that a server there listens at; None: ``address``."""
     gpus: int = 0
 
+    @property
+    def addresses(self) -> list[str]:
+        """By what ranks on other hosts may reach it, what they would rather first."""
+        return [self.address, self.listen] if self.listen else [self.address]
+
 
 @dataclass(frozen=True)
 class Placement:
     """Which host takes which process of a run, by name."""
 
     server: str
-    """The host of the server, or of the one group where gradients are exchanged."""
+    """The host of the server; of node 0 where there is none."""
     nodes: tuple[str, ...]
-    """The host of each node."""
+    """The host of each node, or of each rank of a group."""
+    is_group: bool = False
+    """Whether all are ranks of one group, which exchange gradients."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -69,8 +78,13 @@ class Placement:
 
     def host_of(self, process: str) -> str:
         """The host of a process or participant, by its name."""
-        kind, _, number = process.partition("-")
-        return self.nodes[int(number.partition("-")[0])] if kind == "node" else self.server
+        _, _, number = process.partition("-")
+        return self.nodes[int(number.partition("-")[0])] if number else self.server
+
+    @property
+    def spread(self) -> tuple[int, ...]:
+        """How many ranks each host has of a group that several share, in order; empty for all else."""
+        return tuple(Counter(self.nodes).values()) if self.is_group and len(self.hosts) > 1 else ()
 
 
 @dataclass
@@ -82,6 +96,22 @@ class _Staged:
     trial_dir: Path
     links: dict[str, HostLink]
     """The connections with which it was put there: one that is made later follows nothing."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What the hosts of one attempt at a trial have in common."""
+
+    run: RunFile
+    placement: Placement
+    credentials: dict[str, bytes]
+    """New certificates and a join token; nothing of them is kept here."""
+    listen: str
+    """Where the server listens, or the first rank of a group that several hosts share."""
+    call: str
+    """Where the others call it."""
+    device: Literal["auto", "cpu", "cuda"]
+    key: str
 
 
 class RemoteLauncher:
@@ -151,20 +181,18 @@ class RemoteLauncher:
         """See `Launcher`: what each participant's host has for it."""
         placement, folder = self._place(config), _remote_folder(trial_dir)
         whole = to_dict(config)
-        answers = {host: self.link(host).ask("resume_points", folder=folder, config=whole) for host in placement.hosts}
-        told = {host: answer["points"] for host, answer in answers.items()}
-        names = next(iter(told.values()))
-        return {name: ResumePoint(*told[placement.host_of(name)][name]) for name in names}
+        answers = {host: self.link(host).ask("stored", folder=folder, config=whole) for host in placement.hosts}
+        told = {host: answer["stored"] for host, answer in answers.items()}
+        stored = {name: dict(told[placement.host_of(name)][name]) for name in snapshots.participants(config)}
+        return snapshots.resume_points(config, stored)
 
     def stage(self, run: RunFile, trial_dir: Path, points: Mapping[str, ResumePoint]) -> Sequence[ProcessSpec]:
         """See `Launcher`."""
         placement = self._place(run.config)
         links = {host: self.link(host) for host in placement.hosts}
         staged = _Staged(_remote_folder(trial_dir), trial_dir, links)
+        attempt = self._attempt(run, placement)
         by_name: dict[str, ProcessSpec] = {}
-        made = self._credentials(run, placement)
-        address = self._server_address(placement)
-        device = self._device(run, placement)
         with self._changed:
             self._staged[trial_dir] = staged
         for host, link in links.items():
@@ -172,16 +200,14 @@ class RemoteLauncher:
             own = {name: point for name, point in points.items() if placement.host_of(name) == host}
             link.ask("trial", folder=staged.folder, points={n: [p.step, p.events_bytes] for n, p in own.items()})
             work = PurePosixPath(facts["work"])
-            theirs = self._run_file(run, link, work / staged.folder, device)
-            listening = address[0] if host == placement.server else address[1]
-            theirs = replace(theirs, server_address=listening)
-            self._put_run(link, staged.folder, theirs, made, _participants(run.config, placement, host))
+            theirs = self._run_file(attempt, link, work / staged.folder)
+            self._put_run(link, staged.folder, theirs, attempt)
             link.ask("follow", folder=staged.folder, have=_sizes(trial_dir))
             folder, package = Path(str(work / staged.folder)), Path(facts["package"])
-            for spec in plan(theirs, folder, facts["python"], package):
-                if placement.host_of(spec.name) == host:
-                    by_name[spec.name] = replace(spec, host=host)
-        return [by_name[spec.name] for spec in plan(run, trial_dir)]
+            interface = self._interface(placement, link)
+            there = plan(theirs, folder, facts["python"], package, spread=placement.spread, interface=interface)
+            by_name |= {spec.name: replace(spec, host=host) for spec in there if placement.host_of(spec.name) == host}
+        return [by_name[spec.name] for spec in plan(run, trial_dir, spread=placement.spread)]
 
     def collect(self, trial_dir: Path, *, is_done: bool) -> None:
         """See `Launcher`."""
@@ -286,14 +312,25 @@ class RemoteLauncher:
     # What hosts are given
 
     def _server_address(self, placement: Placement) -> tuple[str, str]:
-        """Where the server listens, and where the nodes call it."""
+        """`_Attempt.listen` and `_Attempt.call`."""
         site = self._sites[placement.server]
         listen = site.listen or site.address
         port = self._port or self.link(site.name).ask("free_port", address=listen)["port"]
         return f"{listen}:{port}", f"{site.address}:{port}"
 
+    def _attempt(self, run: RunFile, placement: Placement) -> _Attempt:
+        listen, call = self._server_address(placement)
+        made, device = self._credentials(run, placement), self._device(run, placement)
+        return _Attempt(run, placement, made, listen, call, device, secrets.token_hex(8))
+
+    def _interface(self, placement: Placement, link: HostLink) -> str | None:
+        """By which network interface of a host others reach its ranks of a group that they share."""
+        if not placement.spread:
+            return None
+        return str(link.ask("interface", addresses=self._sites[link.name].addresses)["interface"])
+
     def _credentials(self, run: RunFile, placement: Placement) -> dict[str, bytes]:
-        """New certificates and a join token of this attempt; nothing of them is kept here."""
+        """New certificates and a join token of an attempt."""
         if run.config.sync.exchange != "rounds":
             return {}
         address = self._sites[placement.server].address
@@ -306,12 +343,13 @@ class RemoteLauncher:
         if run.device != "auto":
             return run.device
         taken = Counter(placement.nodes)
-        enough = all(self._sites[host].gpus >= n * run.config.parallel.ranks_per_node for host, n in taken.items())
+        each = 1 if placement.is_group else run.config.parallel.ranks_per_node
+        enough = all(self._sites[host].gpus >= n * each for host, n in taken.items())
         return "cuda" if enough else "cpu"
 
-    def _run_file(self, run: RunFile, link: HostLink, folder: PurePosixPath, device: Any) -> RunFile:
+    def _run_file(self, attempt: _Attempt, link: HostLink, folder: PurePosixPath) -> RunFile:
         """run.json as one host needs it; its token files and first weights are put there."""
-        work = folder.parent.parent
+        run, placement, work = attempt.run, attempt.placement, folder.parent.parent
         data, config = Path(run.data_dir), run.config
         where = f"data/{self._digest_of(data)}"
         link.put_folder(data, where)
@@ -321,7 +359,16 @@ class RemoteLauncher:
             link.put_file(weights, there)
             config = replace(config, init=replace(config.init, weights=str(work / there)))
         secret = str(folder / "credentials") if config.sync.exchange == "rounds" else None
-        return replace(run, config=config, data_dir=str(work / where), device=device, credentials=secret)
+        address = attempt.listen if link.name == placement.server else attempt.call
+        return replace(
+            run,
+            config=config,
+            data_dir=str(work / where),
+            server_address=address,
+            device=attempt.device,
+            credentials=secret,
+            meeting=Meeting(address=address, key=attempt.key) if placement.spread else None,
+        )
 
     def _digest_of(self, folder: Path) -> str:
         if folder not in self._digests:
@@ -329,11 +376,12 @@ class RemoteLauncher:
         return self._digests[folder]
 
     @staticmethod
-    def _put_run(link: HostLink, folder: str, run: RunFile, made: Mapping[str, bytes], names: Sequence[str]) -> None:
+    def _put_run(link: HostLink, folder: str, run: RunFile, attempt: _Attempt) -> None:
         """run.json, and of the credentials what the processes of this host show and trust."""
         link.put(f"{folder}/run.json", json.dumps(to_dict(run), indent=1).encode() + b"\n")
+        names = _participants(run.config, attempt.placement, link.name)
         common = ("ca.pem", credentials.TOKEN_FILE)
-        for name, content in made.items():
+        for name, content in attempt.credentials.items():
             if name in common or name.rpartition(".")[0] in names:
                 link.put(f"{folder}/credentials/{name}", content, mode=0o600)
 
