@@ -54,16 +54,32 @@ def placements(study: Study, variants: Iterable[Variant], inventory: Inventory) 
     return found
 
 
-def ready_launcher(study: Study, variants: Iterable[Variant]) -> RemoteLauncher:
-    """A launcher on the hosts of a study, once nothing is wrong with them. Raises StudyError with all that is."""
-    inventory = study_inventory(study)
-    placed = placements(study, variants, inventory)
-    print(f"checking {len(inventory.hosts)} hosts of {inventory.path}", flush=True)
-    found = check(inventory, port=study.launcher.port, placements=placed.values())
-    _print_notes(found)
-    if found.problems:
-        raise StudyError(found.problems)
-    return RemoteLauncher(found.sites, inventory.place, port=study.launcher.port)
+class StudyHosts:
+    """The hosts of a study: read at once, asked when they are first needed, left by `close`."""
+
+    def __init__(self, study: Study, variants: Iterable[Variant]) -> None:
+        """Raises StudyError for an inventory that is wrong, or has no room."""
+        self._inventory, self._port = study_inventory(study), study.launcher.port
+        self._placed = placements(study, variants, self._inventory)
+        self._launcher: RemoteLauncher | None = None
+
+    def ready(self) -> RemoteLauncher:
+        """A launcher on the hosts, once nothing is wrong with them. Raises StudyError with all that is."""
+        if self._launcher is None:
+            inventory = self._inventory
+            print(f"checking {len(inventory.hosts)} hosts of {inventory.path}", flush=True)
+            found = check(inventory, port=self._port, placements=self._placed.values())
+            _print_notes(found)
+            if found.problems:
+                found.close()
+                raise StudyError(found.problems)
+            self._launcher = RemoteLauncher(found.sites, inventory.place, port=self._port, links=found.links)
+        return self._launcher
+
+    def close(self) -> None:
+        """End all that was started on them."""
+        if self._launcher is not None:
+            self._launcher.close()
 
 
 def describe(placed: dict[str, Placement]) -> list[str]:
@@ -107,6 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)
         return 2
+    found.close()
     _show(found)
     _print_notes(found)
     problems = [*mistakes, *found.problems]

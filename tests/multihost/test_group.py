@@ -82,7 +82,8 @@ def test_ranks_on_two_hosts_have_the_bits_of_one_host_and_end_together(
     found = check(listed, port=PORT, placements=[listed.place(RUN)])
     assert found.problems == []
     assert "host-1 and host-2 exchange gradients at every step, unencrypted" in found.notes[0]
-    with RemoteLauncher(found.sites, listed.place, port=PORT) as launcher:
+    with RemoteLauncher(found.sites, listed.place, port=PORT, links=found.links) as launcher:
+        assert [launcher.link(link.name) for link in found.links] == found.links, "its agents are those of the check"
         result: dict[str, Any] = {}
         folder = tmp_path / "there"
         thread = threading.Thread(target=lambda: result.update(run_trial(trial(RUN), folder, settings, launcher)))

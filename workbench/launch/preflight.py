@@ -27,7 +27,7 @@ _ANSWER_S = 120.0
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found."""
+    """What was found, and the connections that were made: for a launcher to take over, or to be closed."""
 
     checked: tuple[Checked, ...]
     groups: tuple[tuple[str, ...], ...] = ()
@@ -52,6 +52,16 @@ class Preflight:
         """The hosts as a launcher uses them, once there is no problem."""
         return [agent_site(one.host, one.arrived.path) for one in self.checked if one.arrived is not None]
 
+    @property
+    def links(self) -> list[HostLink]:
+        """The connections to agents that have answered."""
+        return [one.link for one in self.checked if one.link is not None]
+
+    def close(self) -> None:
+        """End the agents."""
+        with ThreadPoolExecutor(max_workers=max(1, len(self.links))) as pool:
+            list(pool.map(HostLink.close, self.links))
+
 
 def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement] = ()) -> Preflight:
     """Ask every host; our code is copied to those that can run it.
@@ -61,7 +71,7 @@ def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement
     """
     groups = tuple(dict.fromkeys(placement.hosts for placement in placements if placement.spread))
     checked = tuple(Checked(host) for host in inventory.hosts)
-    content = archive()
+    content, found = archive(), Preflight(checked, groups)
     try:
         with ThreadPoolExecutor(max_workers=len(checked)) as pool:
             each(pool, checked, lambda one: _ask(one, content))
@@ -74,11 +84,10 @@ def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement
             for group in groups:
                 if by_name.keys() >= set(group):
                     try_group(pool, [by_name[name] for name in group], port)
-    finally:
-        for one in checked:
-            if one.link is not None:
-                one.link.close()
-    return Preflight(checked, groups)
+    except BaseException:
+        found.close()
+        raise
+    return found
 
 
 def _ask(one: Checked, content: bytes) -> None:

@@ -20,7 +20,7 @@ import socket
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -120,18 +120,30 @@ class RemoteLauncher:
     When the connection to a host ends, its processes have died with it; `wait_ready` makes it anew.
     """
 
-    def __init__(self, sites: Sequence[Site], place: Callable[[RunConfig], Placement], *, port: int = 0) -> None:
-        """``place`` says where the processes of a run go; ``port`` is the server's, 0 for a free one of its host."""
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        place: Callable[[RunConfig], Placement],
+        *,
+        port: int = 0,
+        links: Iterable[HostLink] = (),
+    ) -> None:
+        """``place`` says where the processes of a run go; ``port`` is the server's, 0 for a free one of its host.
+
+        ``links`` are connections to some of the sites, made already and from now on of this launcher.
+        """
         self._sites = {site.name: site for site in sites}
         self._place, self._port = place, port
-        self._links: dict[str, HostLink] = {}
+        self._links = {link.name: link for link in links}
         self._opening, self._changed = threading.RLock(), threading.Condition()
-        self._running: dict[int, Running] = {}
-        self._links_of: dict[int, HostLink] = {}
-        self._ended = 0
+        self._running: dict[int, tuple[Running, HostLink]] = {}
+        """Those that have not ended, by the number under which their agent knows them."""
+        self._started = self._ended = 0
         self._staged: dict[Path, _Staged] = {}
         self._digests: dict[Path, str] = {}
         """By folder of token files; they do not change while a study runs."""
+        for link in self._links.values():
+            link.hand_over(self._take, self._lose)
 
     # Connections
 
@@ -170,9 +182,8 @@ class RemoteLauncher:
         for thread in threads:
             thread.join()
         with self._changed:
-            for number, process in self._running.items():
-                if process.returncode is None:
-                    self._end(number, -signal.SIGKILL, "the launcher was closed")
+            for number in list(self._running):
+                self._end(number, -signal.SIGKILL, "the launcher was closed")
             self._changed.notify_all()
 
     # Trials
@@ -234,10 +245,10 @@ class RemoteLauncher:
         """Start one process on its host; ``log`` is where its output arrives here. Raises LaunchError."""
         assert spec.host is not None
         with self._changed:
-            number = len(self._running)
-            process = self._running[number] = Running(spec.name, number)
-            staged = self._staged[log.parent.parent]
-            link = self._links_of[number] = staged.links[spec.host]
+            staged, number = self._staged[log.parent.parent], self._started
+            process, link = Running(spec.name, number), staged.links[spec.host]
+            self._running[number] = process, link
+            self._started += 1
         try:
             link.ask(
                 "start",
@@ -250,15 +261,15 @@ class RemoteLauncher:
             )
         except LaunchError as error:
             with self._changed:
-                if process.returncode is None:
-                    self._end(number, -signal.SIGKILL, "")
+                self._end(number, -signal.SIGKILL, "")
             raise LaunchError(f"{spec.name} cannot be started: {error}") from error
         return process
 
     def signal(self, process: Running, number: int) -> None:
         """Signal the process group of a process; nothing happens when it has ended."""
-        link = self._links_of[process.id]
-        if process.returncode is None:
+        with self._changed:
+            _, link = self._running.get(process.id, (process, None))
+        if link is not None:
             with contextlib.suppress(LaunchError):  # a lost host's processes have died with it
                 link.ask("signal", process=process.id, signal=int(number))
 
@@ -283,13 +294,15 @@ class RemoteLauncher:
 
     def _lose(self, link: HostLink) -> None:
         with self._changed:
-            for number, process in self._running.items():
-                if process.returncode is None and self._links_of.get(number) is link:
+            for number, (_, own) in list(self._running.items()):
+                if own is link:
                     self._end(number, -signal.SIGKILL, f"host {link.name} was lost ({link.lost})")
             self._changed.notify_all()
 
     def _end(self, number: int, returncode: int, lost_with: str) -> None:
-        process = self._running[number]
+        if number not in self._running and 0 <= number < self._started:
+            return  # it was given up before its agent knew of its end
+        process, _ = self._running.pop(number)
         self._ended += 1
         process.ended_order, process.returncode = self._ended, returncode
         process.lost_with, process.died_with_launcher = lost_with, bool(lost_with)
