@@ -15,6 +15,16 @@ from spes_core.structure import build
 
 
 @dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks of one group meet that several hosts share."""
+
+    address: str
+    """host:port: rank 0 listens there, and all others call it."""
+    key: str
+    """Tells this attempt from earlier ones, of which a rank may still be on its way."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunFile:
     """What a process is started with: run.json. Everything beside `config` changes no number."""
 
@@ -35,6 +45,8 @@ class RunFile:
     credentials: str | None = None
     """Folder of this run's certificates and join token (spes_core.protocol.credentials); null: no encryption, which is
     for one machine, and a token that the server leaves beside run.json."""
+    meeting: Meeting | None = None
+    """With exchange of gradients over several hosts; null: all ranks are on one host, and meet in a file."""
     allow_plaintext: bool = False
     """Whether server and nodes may talk unencrypted beyond one machine; the flag --allow-plaintext says so too."""
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,19 +91,35 @@ class ResumePoint:
 FROM_START = ResumePoint(0, 0)
 
 
-def resume_points(config: RunConfig, trial_dir: Path) -> dict[str, ResumePoint]:
-    """Where each participant of a run goes on, by the checkpoints in its folder."""
-    steps = {name: resume_step(config, trial_dir, name) for name in participants(config)}
-    return {
-        name: ResumePoint(step, manifest(trial_dir, name, step).events_bytes) if step else FROM_START
-        for name, step in steps.items()
-    }
+Stored = dict[int, int]
+"""The steps that one participant has stored whole, each with the size of its event file then."""
+
+
+def resume_points(config: RunConfig, stored: Mapping[str, Stored]) -> dict[str, ResumePoint]:
+    """Where each participant of a run goes on, by what each has ``stored``."""
+    points = {}
+    for name in participants(config):
+        step = _newest_common(stored[peer] for peer in peers(config, name))
+        points[name] = ResumePoint(step, stored[name][step]) if step else FROM_START
+    return points
+
+
+def all_stored(config: RunConfig, trial_dir: Path) -> dict[str, Stored]:
+    """What each participant of a run has stored in a folder."""
+    found = {}
+    for name in participants(config):
+        steps = stored_steps(config, trial_dir, name)
+        found[name] = {step: manifest(trial_dir, name, step).events_bytes for step in steps}
+    return found
 
 
 def resume_step(config: RunConfig, trial_dir: Path, participant: str) -> int:
     """The newest step from which a participant and its peers can go on; 0 for a fresh start."""
-    common = set.intersection(*(stored_steps(config, trial_dir, name) for name in peers(config, participant)))
-    return max(common, default=0)
+    return _newest_common(stored_steps(config, trial_dir, name) for name in peers(config, participant))
+
+
+def _newest_common(steps: Iterable[Iterable[int]]) -> int:
+    return max(set.intersection(*map(set, steps)), default=0)
 
 
 def stored_steps(config: RunConfig, trial_dir: Path, participant: str) -> set[int]:

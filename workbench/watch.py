@@ -15,7 +15,16 @@ from spes_core.runfile import RunFile
 from spes_core.sharding import is_server
 from spes_core.snapshots import ResumePoint
 from spes_core.weightsfile import join_parts
-from workbench.failures import Failure, Status, classify, describe, first_failed, last_lines, log_bytes
+from workbench.failures import (
+    Failure,
+    Status,
+    classify,
+    describe,
+    fails_with_peers,
+    first_failed,
+    last_lines,
+    log_bytes,
+)
 from workbench.follow import EventTail, TrialState
 from workbench.launch.launcher import Launcher, LaunchError, Running, count_running, stop
 from workbench.machine import oom_kills, resident_bytes
@@ -27,6 +36,8 @@ PROGRESS_INTERVAL_S = 0.5
 _POLL_S = 0.25
 _SERVER_LINGER_S = 60.0
 _MEMORY_INTERVAL_S = 1.0
+_GROUP_ENDS_S = 10.0
+"""How long the ranks on other hosts may take to notice that one has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +151,7 @@ class Watch:
 
     def _explain(self, failed: Running) -> tuple[Status, Failure]:
         """What became of a trial of which a process failed before all others."""
+        failed = self._cause(failed)
         if failed.died_with_launcher:
             # Their last words tell of the consequences, and none of them is to blame: it may be tried again.
             what = (
@@ -153,6 +165,18 @@ class Watch:
         start, killed_for_memory = self._log_starts[log], oom_kills() > self._oom_kills
         status = classify(failed, log, start, killed_for_memory=killed_for_memory)
         return status, describe(failed, log, start, killed_for_memory=killed_for_memory)
+
+    def _cause(self, failed: Running) -> Running:
+        """The process that did not fail for another's sake: of a group on several hosts all fail at once."""
+        group = [process for process in self._processes if process.name.partition("-")[0] == GROUP]
+        if len(group) < 2:
+            return failed
+        deadline_s = time.monotonic() + _GROUP_ENDS_S
+        while count_running(group) and (left_s := deadline_s - time.monotonic()) > 0:
+            self._launcher.wait(group, left_s)
+        logs = {log.stem: (log, start) for log, start in self._log_starts.items()}
+        ended = sorted((process for process in group if process.returncode), key=lambda one: one.ended_order)
+        return next((one for one in ended if not fails_with_peers(one, *logs[one.name])), failed)
 
     def _overrun(self) -> tuple[Status, Failure] | None:
         """The limit that was reached, of time or memory."""
@@ -194,7 +218,7 @@ class Watch:
     def _ended(self, message: str, process: str | None = None) -> Failure:
         """A trial that was ended, with the last words of the process concerned, or else of the one that is behind."""
         name = process or self._state.behind or next((p.name for p in self._processes), GROUP)
-        logs = [self._trial_dir / "logs" / f"{spoken}.log" for spoken in (name, GROUP)]
+        logs = [self._trial_dir / "logs" / f"{spoken}.log" for spoken in (name, GROUP, f"{GROUP}-0")]
         log = next((log for log in logs if log.exists()), logs[0])
         tail = last_lines(log, self._log_starts.get(log, log_bytes(log)))
         return Failure(message=message, process=process, log_tail=tail)
