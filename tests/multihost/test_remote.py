@@ -274,7 +274,7 @@ def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path:
             '{"event": "exited", "process": 7}',
             "[1]",
         ):
-            link = HostLink("b", ("sh", "-c", f"echo '{said}'; sleep 60"), launcher._take, lost.append)
+            link = HostLink("b", ("sh", "-c", f"echo spes-agent; echo '{said}'; sleep 60"), launcher._take, lost.append)
             wait_until(lambda: bool(link.lost), 20)  # noqa: B023
             assert "not of an agent" in link.lost, said
             link.close()
@@ -286,7 +286,8 @@ def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path:
     ("command", "words"),
     [
         (("sh", "-c", "echo 'ssh: connect to host b port 22: No route to host' >&2; exit 255"), "No route to host"),
-        (("echo", "Welcome to b!"), "what came is not of an agent"),
+        (("echo", "This account is not available."), "This account is not available."),
+        (("yes",), "what came is not of an agent"),
         (("no-such-command-here",), "no-such-command-here cannot be started"),
     ],
 )
