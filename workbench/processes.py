@@ -48,8 +48,8 @@ def plan(
     Rounds need one server (or server.shards) and N nodes; gradients need one group of nodes × parallel.ranks_per_node
     ranks and no server; without any exchange there are N nodes. A node of several ranks is a torchrun group of its own.
     All paths are those of the host where the processes run: ``package`` is the folder of spes_core there. Where several
-    hosts share the group of gradients, ``spread`` has the number of ranks of each, in order, and each has a torchrun of its own;
-    ``interface`` is that of this host by which the others reach it.
+    hosts share the group of gradients, ``spread`` has the number of ranks of each, in order, and each has a torchrun of
+    its own; ``interface`` is that of this host by which the others reach it.
     """
     run_file = str(trial_dir.absolute() / "run.json")
     exchange, env = run.config.sync.exchange, environment(run)

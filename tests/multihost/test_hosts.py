@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import getpass
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import pytest
 from workbench import hosts, study
 from workbench.launch.checked import Checked
 from workbench.launch.codecopy import Arrived, archive, deliver
-from workbench.launch.inventory import Host, Inventory, connector
+from workbench.launch.hostlink import HostLink
+from workbench.launch.inventory import Host, Inventory, agent_site, connector
 from workbench.launch.launcher import LaunchError
 from workbench.launch.preflight import _other_versions, _problems_of, check
 from workbench.provenance import PACKAGES, code_digest, package_version
@@ -101,6 +103,44 @@ def test_damaged_or_hostile_archives_leave_nothing(ssh_config: Path, tmp_path: P
     with pytest.raises(LaunchError, match="host a: "):
         deliver("a", lambda argv: connector(there, argv), there.interpreter, there.folder, content=b"no archive")
     assert list((tmp_path / "w" / "code").iterdir()) == []
+
+
+@pytest.mark.parametrize("shell", ["sh", "tcsh", "fish"])
+def test_code_and_agent_come_through_any_shell_and_past_what_it_prints(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+
+    def through(argv: Sequence[str]) -> Sequence[str]:
+        assert "\n" not in shlex.join(argv), "csh takes no quoted line break"
+        return (shell, "-c", f"echo Welcome; printf 'It is late. '; exec {shlex.join(argv)}")
+
+    arrived = deliver("a", through, sys.executable, str(tmp_path / "it's w"))
+    there = Host(name="a", ssh="a", address="a", work_dir=str(tmp_path / "it's w"), python=sys.executable)
+    agent = shlex.split(agent_site(there, arrived.path).connector[-1])
+    link = HostLink("a", through(agent), lambda *_: None, lambda _: None)
+    try:
+        assert link.ask("facts")["package"] == f"{arrived.path}/spes_core"
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (
+            "echo ssh: no such jump host >&2; echo Connection closed >&2; exit 255",
+            "ssh: no such jump host; Connection closed; try by hand: ssh there",
+        ),
+        ("echo This account is not available.; exit 1", "This account is not available."),
+        ("echo sh: p: not found >&2; exit 127", r"sh: p: not found; python \(p\) must be an interpreter there"),
+        ("exit 0", "its connection ended, exit status 0"),
+        ("echo 'spes-bootstrap {}'", "its answer lacks 'path'"),
+        ("sleep 60", "no answer came within 1 s"),
+    ],
+)
+def test_why_no_code_arrives_is_told_in_the_words_of_whoever_knows(command: str, words: str) -> None:
+    with pytest.raises(LaunchError, match=f"^host a: .*{words}"):
+        deliver("a", lambda _: ("sh", "-c", command), "p", "w", content=b"", by_hand="ssh there", timeout_s=1)
 
 
 def test_all_problems_of_all_hosts_are_told_at_once(ssh_config: Path, tmp_path: Path) -> None:

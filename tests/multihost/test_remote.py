@@ -21,11 +21,13 @@ import pytest
 from spes_core.config import CheckpointConfig, RunConfig
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
+from spes_core.snapshots import ResumePoint
 from tests.equivalence.participants import assert_bitwise_equal
 from tests.processes.runs import final_weights, write_corpus
 from tests.processes.test_launch import wait_until
 from tests.processes.test_launch_engine import config, trial
 from workbench.execute import ExecutionSettings, run_trial
+from workbench.execute import prepare as prepare_trial
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError
 from workbench.launch.local import open_launcher
@@ -194,6 +196,31 @@ def test_a_host_that_is_lost_ends_the_trial_and_the_same_command_goes_on_with_th
     assert len(steps) == len(set(steps)) > 3
 
 
+def test_what_hosts_have_is_kept_until_all_of_it_is_here(
+    launcher: RemoteLauncher, hosts: Path, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    run = prepare_trial(trial(SHORT), tmp_path, settings)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/final.safetensors").write_bytes(b"old")
+    for node in (0, 3):
+        (tmp_path / "logs" / f"node-{node}.log").write_text("words of an earlier attempt\n")
+    points = {name: ResumePoint(4, 0) for name in ("server", "node-0", "node-1", "node-2")}
+    launcher.stage(run, tmp_path, {**points, "node-3": ResumePoint(0, 0)})
+    assert not (tmp_path / "logs/node-3.log").exists() and (tmp_path / "logs/node-0.log").exists()
+    (there,) = (hosts / "a" / "trials").iterdir()
+    (there / "weights").mkdir()
+    (there / "weights/final.safetensors").write_bytes(b"new")
+    launcher.link("b")._process.kill()
+    wait_until(lambda: bool(launcher._links["b"].lost), 20)
+    with pytest.raises(LaunchError, match="did not come back: host b: "):
+        launcher.collect(tmp_path, is_done=True)
+    assert (tmp_path / "weights/final.safetensors").read_bytes() == b"new"
+    assert there.exists()
+    launcher.wait_ready()
+    for name in "abc":
+        launcher.link(name).ask("remove", folder=f"trials/{there.name}")
+
+
 CONTROLLER = """
 import sys, pickle
 from pathlib import Path
@@ -275,7 +302,7 @@ def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path:
             '{"event": "exited", "process": 7}',
             "[1]",
         ):
-            link = HostLink("b", ("sh", "-c", f"echo '{said}'; sleep 60"), launcher._take, lost.append)
+            link = HostLink("b", ("sh", "-c", f"echo spes-agent; echo '{said}'; sleep 60"), launcher._take, lost.append)
             wait_until(lambda: bool(link.lost), 20)  # noqa: B023
             assert "not of an agent" in link.lost, said
             link.close()
@@ -287,7 +314,8 @@ def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path:
     ("command", "words"),
     [
         (("sh", "-c", "echo 'ssh: connect to host b port 22: No route to host' >&2; exit 255"), "No route to host"),
-        (("echo", "Welcome to b!"), "what came is not of an agent"),
+        (("echo", "This account is not available."), "This account is not available."),
+        (("yes",), "what came is not of an agent"),
         (("no-such-command-here",), "no-such-command-here cannot be started"),
     ],
 )

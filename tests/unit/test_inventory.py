@@ -134,4 +134,13 @@ def test_the_command_is_one_word_for_the_shell_of_the_host() -> None:
     assert argv[1:3] == ("-p", "2222") and argv[-3:-1] == ("a", "--"), "the first of two options counts for ssh"
     assert shlex.split(argv[-1]) == ["python3", "-c", "print('a b')", "$HOME"]
     words = shlex.split(agent_site(host("a", work_dir="~/w ü", python="~/v/python"), "/c d").connector[-1])
-    assert words == ["env", "PYTHONPATH=/c d", "v/python", "-m", "workbench.launch.agent", "--work", "w ü"]
+    assert words == [
+        "env",
+        "PYTHONPATH=/c d",
+        "PYTHONSAFEPATH=1",
+        "v/python",
+        "-m",
+        "workbench.launch.agent",
+        "--work",
+        "w ü",
+    ]

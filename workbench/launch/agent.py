@@ -1,7 +1,8 @@
 """The agent on a host: `python -m workbench.launch.agent --work DIR`, reached through ssh or srun, on pipes.
 
 It starts the processes of trials there (through the fork server, as on the controller's own machine), keeps their
-folders under DIR, and sends back what they write. Requests and reports are messages of `workbench.launch.wire`:
+folders under DIR, and sends back what they write. After its greeting, requests and reports are messages of
+`workbench.launch.wire`:
 
     request    {"do": NAME, "id": N, ...}               each is answered once, "ping" out of turn with the clock here
     answer     {"event": "answer", "id": N, ...}        with "error" where it failed
@@ -64,6 +65,8 @@ class Agent:
 
     def serve(self, lease_s: float) -> NoReturn:
         """Answer until the controller goes, however it goes; leaves no process."""
+        self._outgoing.write(wire.GREETING)
+        self._outgoing.flush()
         for target in (self._receive, self._report):
             threading.Thread(target=target, daemon=True).start()
         threading.Thread(target=self._watch_lease, args=(lease_s,), daemon=True).start()

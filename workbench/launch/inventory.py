@@ -15,8 +15,12 @@ from workbench.errors import StudyError
 from workbench.launch.remote import Placement, Site
 from workbench.yamlsource import Source, read_yaml
 
-_DEFAULTS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
-"""How hosts are called: a host that wants a password or a confirmation fails at once instead of waiting for one."""
+_DEFAULTS = (
+    "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15",
+    "-o", "ServerAliveCountMax=4", "-o", "LogLevel=ERROR",
+)  # fmt: skip
+"""How hosts are called: a host that wants a password or a confirmation fails at once instead of waiting for one, no
+terminal alters what is sent, and of banners nothing is said."""
 
 TEMPLATE = """\
 # Hosts for `launcher: ssh`; check them with: python -m workbench.hosts check hosts.yaml
@@ -192,7 +196,7 @@ def connector(host: Host, arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def agent_site(host: Host, code: str) -> Site:
-    """The host as a launcher uses it; ``code`` is the folder of our packages there."""
+    """The host as a launcher uses it; ``code`` is the folder of our packages there, whatever its home folder holds."""
     program = ("-m", "workbench.launch.agent", "--work", host.folder)
-    command = connector(host, ("env", f"PYTHONPATH={code}", host.interpreter, *program))
+    command = connector(host, ("env", f"PYTHONPATH={code}", "PYTHONSAFEPATH=1", host.interpreter, *program))
     return Site(name=host.name, connector=command, address=host.address, listen=host.listen, gpus=host.gpus)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import secrets
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -100,7 +101,7 @@ def _ask(one: Checked, content: bytes) -> None:
     # deliver asks this only where the code is missing
     one.arrived = deliver(
         host.name, lambda argv: connector(host, argv), host.interpreter, host.folder, is_wanted=is_wanted,
-        content=content,
+        content=content, by_hand=shlex.join(("ssh", *host.ssh_options, host.ssh)),
     )  # fmt: skip
     if not one.problems:
         one.problems += [f"host {host.name}: {problem}" for problem in _other_versions(one.arrived)]

@@ -38,7 +38,8 @@ from workbench.processes import ProcessSpec, plan
 
 _READY_TIMEOUT_S = 180.0
 _FLUSH_TIMEOUT_S = 3600.0
-_MIRRORED = ("events", "logs", "weights")
+_GROWING = ("events", "logs")
+_MIRRORED = (*_GROWING, "weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +214,20 @@ class RemoteLauncher:
             work = PurePosixPath(facts["work"])
             theirs = self._run_file(attempt, link, work / staged.folder)
             self._put_run(link, staged.folder, theirs, attempt)
+            self._forget(trial_dir, own)
             link.ask("follow", folder=staged.folder, have=_sizes(trial_dir))
             folder, package = Path(str(work / staged.folder)), Path(facts["package"])
             interface = self._interface(placement, link)
             there = plan(theirs, folder, facts["python"], package, spread=placement.spread, interface=interface)
             by_name |= {spec.name: replace(spec, host=host) for spec in there if placement.host_of(spec.name) == host}
         return [by_name[spec.name] for spec in plan(run, trial_dir, spread=placement.spread)]
+
+    @staticmethod
+    def _forget(trial_dir: Path, points: Mapping[str, ResumePoint]) -> None:
+        """Drop the logs of processes whose host has an empty folder: a new log would be taken for the rest of one."""
+        if not any(point.step for point in points.values()):
+            for name in points:
+                (trial_dir / "logs" / f"{name}.log").unlink(missing_ok=True)
 
     def collect(self, trial_dir: Path, *, is_done: bool) -> None:
         """See `Launcher`."""
@@ -230,12 +239,14 @@ class RemoteLauncher:
         for link in staged.links.values():
             try:
                 link.ask("flush", folder=staged.folder, timeout_s=_FLUSH_TIMEOUT_S)
-                if is_done:
-                    link.ask("remove", folder=staged.folder)
             except LaunchError as error:
                 wrong.append(str(error))
         with self._changed:
             del self._staged[trial_dir]
+        if is_done and not wrong:  # else the next attempt needs what all of them have
+            for link in staged.links.values():
+                with contextlib.suppress(LaunchError):  # what stays there is only in the way
+                    link.ask("remove", folder=staged.folder)
         if wrong:
             raise LaunchError("what its processes wrote did not come back: " + "; ".join(wrong))
 
@@ -419,8 +430,8 @@ def _remote_folder(trial_dir: Path) -> str:
 
 
 def _sizes(trial_dir: Path) -> dict[str, int]:
-    """How many bytes there are here of each file that comes from hosts."""
-    files = [path for part in _MIRRORED for path in (trial_dir / part).rglob("*") if path.is_file()]
+    """How many bytes there are here of each file that grows on hosts."""
+    files = [path for part in _GROWING for path in (trial_dir / part).rglob("*") if path.is_file()]
     return {path.relative_to(trial_dir).as_posix(): path.stat().st_size for path in files}
 
 
