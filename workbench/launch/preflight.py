@@ -16,6 +16,7 @@ from workbench.launch.codecopy import Arrived, archive, deliver
 from workbench.launch.hostlink import HostLink
 from workbench.launch.inventory import Host, Inventory, agent_site, connector
 from workbench.launch.launcher import LaunchError
+from workbench.launch.ports import host_and_port
 from workbench.launch.remote import Site
 from workbench.provenance import PACKAGES, code_digest, package_version
 
@@ -185,20 +186,23 @@ def _try_port(pool: ThreadPoolExecutor, server: Checked, there: Sequence[Checked
     """Whether every host reaches a server that listens where ours will."""
     assert server.link is not None
     host, nonce = server.host, secrets.token_hex(16)
-    listen = host.listen or host.address
+    listen = host.listens_at
     try:
         port = port or int(server.link.ask("free_port", address=listen)["port"])
         server.link.ask("listen", address=listen, port=port, nonce=nonce, seconds=_LISTEN_S)
     except LaunchError as error:
-        server.blame(f"it cannot listen at {listen}:{port}: {str(error).partition(': ')[2]}; mend address or listen")
+        where = host_and_port(listen, port) if port else listen
+        why = str(error).partition(": ")[2]
+        server.blame(why if server.link.lost else f"it cannot listen at {where}: {why}; mend address or listen")
         return
 
     def call(one: Checked) -> None:
         assert one.link is not None
         try:
-            one.link.ask("call", address=host.address, port=port, nonce=nonce, seconds=_CALL_S)
+            one.link.ask("call", address=host.reached_at, port=port, nonce=nonce, seconds=_CALL_S)
         except LaunchError as error:
             why = str(error).partition(": ")[2]
-            one.blame(f"the server's host {host.name} cannot be reached from it: {why}; open the port")
+            unreached = f"the server's host {host.name} cannot be reached from it: {why}; open the port"
+            one.blame(why if one.link.lost else unreached)
 
     _each(pool, there, call)

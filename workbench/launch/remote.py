@@ -32,6 +32,7 @@ from spes_core.snapshots import ResumePoint
 from workbench.launch import wire
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError, Running, count_running
+from workbench.launch.ports import host_and_port
 from workbench.processes import SERVER, ProcessSpec, plan
 
 _READY_TIMEOUT_S = 180.0
@@ -48,7 +49,7 @@ class Site:
     connector: tuple[str, ...]
     """Command whose stdin and stdout are those of an agent there."""
     address: str
-    """Name or address by which the other hosts reach it."""
+    """Name or IP address by which the other hosts reach it, an IPv6 address without brackets; so is `listen`."""
     listen: str | None = None
     """Address that a server there listens at; None: ``address``."""
     gpus: int = 0
@@ -301,7 +302,7 @@ class RemoteLauncher:
         site = self._sites[placement.server]
         listen = site.listen or site.address
         port = self._port or self.link(site.name).ask("free_port", address=listen)["port"]
-        return f"{listen}:{port}", f"{site.address}:{port}"
+        return host_and_port(listen, port), host_and_port(site.address, port)
 
     def _credentials(self, run: RunFile, placement: Placement) -> dict[str, bytes]:
         """New certificates and a join token of this attempt; nothing of them is kept here."""
