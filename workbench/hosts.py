@@ -79,7 +79,7 @@ def describe(placed: dict[str, Placement]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 where something is wrong."""
+    """Command line; 0, 2 where something is wrong, 130 when interrupted."""
     parser = argparse.ArgumentParser(prog="python -m workbench.hosts", description=__doc__.partition(": ")[2])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("template", help="print an example of an inventory")
@@ -99,6 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     _show(found)
     problems = [*mistakes, *found.problems]
     for problem in problems:

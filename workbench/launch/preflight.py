@@ -6,6 +6,8 @@ import contextlib
 import platform
 import secrets
 import shlex
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ from typing import Any
 from workbench.launch.codecopy import Arrived, archive, deliver
 from workbench.launch.hostlink import HostLink
 from workbench.launch.inventory import Host, Inventory, agent_site, connector
-from workbench.launch.launcher import LaunchError
+from workbench.launch.launcher import LaunchError, signal_group
 from workbench.launch.ports import host_and_port
 from workbench.launch.remote import Site
 from workbench.provenance import PACKAGES, code_digest, package_version
@@ -26,6 +28,8 @@ _CALL_S = 5.0
 _LISTEN_S = 60.0
 _CLOCK_READINGS = 3
 _ANSWER_S = 120.0
+_OURS = "spes-workbench"
+"""The package that is copied, whatever version is installed there."""
 
 
 @dataclass
@@ -40,6 +44,19 @@ class Checked:
     round_trip_s: float = 0.0
     problems: list[str] = field(default_factory=list)
     link: HostLink | None = None
+    copying: subprocess.Popen[bytes] | None = None
+    """The command that copies the code there."""
+
+    def abandon(self) -> None:
+        """Make whatever waits for this host wait no longer."""
+        if self.copying is not None and self.copying.poll() is None:
+            signal_group(self.copying.pid, signal.SIGKILL)
+        if self.link is not None:
+            self.link.close()
+
+    def note_copying(self, process: subprocess.Popen[bytes]) -> None:
+        """The copying of the code has begun."""
+        self.copying = process
 
     def blame(self, problem: str) -> None:
         """Note a problem of this host, by its name, once."""
@@ -70,18 +87,17 @@ def check(inventory: Inventory, *, port: int = 0) -> Preflight:
     """Ask every host; our code is copied to those that can run it. ``port`` is the server's, 0 for any free one."""
     checked = tuple(Checked(host) for host in inventory.hosts)
     content = archive()
-    try:
-        with ThreadPoolExecutor(max_workers=len(checked)) as pool:
+    with ThreadPoolExecutor(max_workers=len(checked)) as pool:
+        try:
             _each(pool, checked, lambda one: _ask(one, content))
             there = [one for one in checked if one.link is not None]
             _find_shared_folders(there)
             server = next((one for one in there if one.host == inventory.server), None)
             if server is not None:
                 _try_port(pool, server, there, port)
-    finally:
-        for one in checked:
-            if one.link is not None:
-                one.link.close()
+        finally:
+            for one in checked:  # also after Ctrl-C, when the pool's threads still wait for slow hosts
+                one.abandon()
     return Preflight(checked)
 
 
@@ -107,7 +123,7 @@ def _ask(one: Checked, content: bytes) -> None:
     # deliver asks this only where the code is missing
     one.arrived = deliver(
         host.name, lambda argv: connector(host, argv), host.interpreter, host.folder, is_wanted=is_wanted,
-        content=content, by_hand=shlex.join(("ssh", *host.ssh_options, host.ssh)),
+        content=content, by_hand=shlex.join(("ssh", *host.ssh_options, host.ssh)), on_start=one.note_copying,
     )  # fmt: skip
     if not one.problems:
         one.problems += [f"host {host.name}: {problem}" for problem in _other_versions(one.arrived)]
@@ -125,10 +141,12 @@ def _other_versions(arrived: Arrived) -> Iterator[str]:
     here = platform.python_version()
     if arrived.python.split(".")[:2] != here.split(".")[:2]:
         yield f"Python {arrived.python} there, {here} here: both must be of the same minor version"
-    for name in PACKAGES:
-        there, own = arrived.packages.get(name), package_version(name)
-        if there != own and name != "spes-workbench":  # our own code is copied
-            yield f"{name} {there or 'is not installed'} there, {own or 'not installed'} here: install the same"
+    both = {name: (arrived.packages.get(name), package_version(name)) for name in PACKAGES if name != _OURS}
+    if missing := [f"{name} {own}" for name, (there, own) in both.items() if there is None and own is not None]:
+        yield f"its Python has no {', '.join(missing)}: install them there, or name another interpreter as python"
+    for name, (there, own) in both.items():
+        if there is not None and there != own:
+            yield f"{name} {there} there, {own or 'not installed'} here: install the same"
 
 
 def _clock(link: HostLink) -> tuple[float, float]:
