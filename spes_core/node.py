@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from spes_core.train.exchange import Exchange, FollowingExchange, LeadingExchang
 from spes_core.train.loop import Place, Training
 from spes_core.train.parallel import Group, Piece
 from spes_core.train.resume import Checkpoints
+from spes_core.train.sharded import ShardedExchange
 from spes_core.train.surroundings import RoundExchange
 from spes_core.train.weights import DividedWeights, LocalWeights, follow
 
@@ -45,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one participant to its end; the return value is the exit status."""
     parser = argparse.ArgumentParser(prog="python -m spes_core.node", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="run.json of the trial, or an invitation, node-<n>.invite")
-    parser.add_argument("--node", type=int, default=0, help="index of this node, from 0 (torchrun ranks set their own)")
+    parser.add_argument("--node", type=int, default=0, help="index of this node, from 0")
     parser.add_argument(
         "--die-with-parent", action="store_true", help="end when the process that started this one ends"
     )
@@ -86,27 +88,30 @@ def main(argv: list[str] | None = None) -> int:
 def run_node(run: RunFile, trial_dir: Path, node: int) -> None:
     """Train as node ``node`` of the trial in ``trial_dir``. Raises SpesError.
 
-    With sync.exchange "gradients" the one torchrun group is divided into participants by rank, and ``node`` is unused.
+    With sync.exchange "gradients" one group is divided into participants by rank; where several hosts share it,
+    ``node`` is the first of this one, elsewhere unused.
     """
-    config = run.config
-    rank, by_gradients = parallel.global_rank(), config.sync.exchange == "gradients"
-    node = 0 if by_gradients else node
+    config, by_gradients = run.config, run.config.sync.exchange == "gradients"
     if not 0 <= node < config.nodes:
         raise ConfigError([Problem("--node", f"({node}) must be from 0 to nodes − 1 ({config.nodes - 1})")])
+    first_rank = node * config.parallel.ranks_per_node if run.meeting is not None else 0
+    node, rank = 0 if by_gradients else node, parallel.global_rank(first_rank)
     torch.set_num_threads(run.threads)
     torch.manual_seed(config.seed)
     device = choose_device(run, node * config.group_size + parallel.local_rank())
     keep_freed_memory()
-    group = Group(device, config, trial_dir) if by_gradients or config.group_size > 1 else None
+    in_group = by_gradients or config.group_size > 1
+    group = Group(device, config, trial_dir, first_rank, run.meeting) if in_group else None
     records = by_gradients or rank == 0
     participant = snapshots.node_name(config, node, rank)
-    checkpoints = Checkpoints(config, trial_dir, participant)
+    agree = None if group is None or run.meeting is None else group.newest_common
+    checkpoints = Checkpoints(config, trial_dir, participant, agree)
     path = trial_dir / "events" / f"{participant}.jsonl"
     events: Events = EventWriter(path, checkpoints.events_bytes) if records else NoEvents()
     try:
         experts = checkpoints.experts or config.make_partition().experts_by_node[node]
         model = build_model(config, experts, device, group)
-        write_start(events, model.decoder, rank if by_gradients else node, device, run.threads)
+        write_start(events, model.decoder, rank if by_gradients else node, rank, device, run.threads)
         if config.sync.exchange == "rounds":
             _train_in_rounds(run, trial_dir, node, model, events, device, checkpoints)
         else:
@@ -144,7 +149,7 @@ def training(
 ) -> Training:
     """The training run of one participant over the corpus of ``run``."""
     source = TokenSource(Path(run.data_dir), run.config.data, run.config.seed)
-    place = Place.of(run.config, node, parallel.global_rank())
+    place = Place.of(run.config, node, 0 if model.group is None else model.group.rank)
     ranks = None if run.config.sync.exchange == "gradients" else model.group
     return Training(
         run.config,
@@ -193,9 +198,11 @@ def choose_device(run: RunFile, index: int) -> torch.device:
     asks for GPUs and there are too few.
     """
     gpus, processes = torch.cuda.device_count(), run.config.world_size
-    group_size = run.config.group_size
-    if run.device == "cuda" and gpus < group_size:
-        message = f'("cuda") needs {group_size} GPUs for one node, and there are {gpus}; use "auto" or "cpu"'
+    ranks = parallel.local_size()
+    if run.device == "cuda" and gpus < ranks:
+        message = (
+            f'("cuda") needs {ranks} GPUs for the ranks of one group here, and there are {gpus}; use "auto" or "cpu"'
+        )
         raise ConfigError([Problem("launcher.device", message)])
     if run.device == "cpu" or (run.device == "auto" and gpus < processes):
         return torch.device("cpu")
@@ -204,7 +211,7 @@ def choose_device(run: RunFile, index: int) -> torch.device:
     return device
 
 
-def write_start(events: Events, decoder: Decoder, node: int, device: torch.device, threads: int) -> None:
+def write_start(events: Events, decoder: Decoder, node: int, rank: int, device: torch.device, threads: int) -> None:
     """Record who trains what, on what."""
     trained = decoder.trained_experts
     counts = counting.parameter_counts(decoder.config, trained)
@@ -212,7 +219,7 @@ def write_start(events: Events, decoder: Decoder, node: int, device: torch.devic
     events.write(
         "start",
         node=node,
-        rank=parallel.global_rank(),
+        rank=rank,
         pid=process.pid,
         launched_at_s=process.create_time(),
         ready_at_s=time.time(),
@@ -243,15 +250,21 @@ def _train_in_rounds(
 ) -> None:
     config, group, weights = run.config, model.group, model.weights
 
-    def train(exchange: Exchange | LeadingExchange | FollowingExchange) -> None:
+    def train(exchange: RoundExchange) -> None:
         training(run, model, events, node, device, checkpoints, exchange=exchange).run()
 
     if group is not None and group.rank > 0:
         train(FollowingExchange(group, model.pieces))
         return
     exact, experts = flat_initial_weights(config), model.decoder.trained_experts
-    with connect(run, trial_dir, node) as client:
-        exchange = Exchange(client, weights, config.make_partition(), node, config, exact=exact, experts=experts)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(client) for client in connect(run, trial_dir, node)]
+        if len(clients) > 1:
+            tensors = model.decoder.tensors()
+            sharded = ShardedExchange(clients, tensors, node, config, exact=exact, experts=experts)
+            train(stack.enter_context(sharded))
+            return
+        exchange = Exchange(clients[0], weights, config.make_partition(), node, config, exact=exact, experts=experts)
         train(LeadingExchange(exchange, weights) if isinstance(weights, DividedWeights) else exchange)
 
 

@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,10 @@ def participants(config: RunConfig) -> list[str]:
 
 
 def _models(config: RunConfig) -> list[list[str]]:
-    """Who keeps a copy of the global model together: the server alone, and the ranks of each node."""
+    """Who keeps a copy of the global model (or of a part) together: each server alone, and the ranks of each node."""
     ranks = range(config.parallel.ranks_per_node)
     by_node = [[node_name(config, node, rank) for rank in ranks] for node in range(config.nodes)]
-    return [["server"], *by_node] if config.sync.exchange == "rounds" else by_node
+    return [*([name] for name in config.servers), *by_node]
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,26 @@ class ResumePoint:
 FROM_START = ResumePoint(0, 0)
 
 
-def resume_points(config: RunConfig, trial_dir: Path) -> dict[str, ResumePoint]:
-    """Where each participant of a run goes on, by the checkpoints in its folder."""
-    steps = {name: resume_step(config, trial_dir, name) for name in participants(config)}
-    return {
-        name: ResumePoint(step, manifest(trial_dir, name, step).events_bytes) if step else FROM_START
-        for name, step in steps.items()
-    }
+Stored = dict[int, int]
+"""The steps that one participant has stored whole, each with the size of its event file then."""
+
+
+def resume_points(config: RunConfig, stored: Mapping[str, Stored]) -> dict[str, ResumePoint]:
+    """Where each participant of a run goes on, by what each has ``stored``."""
+    points = {}
+    for name in participants(config):
+        step = _newest_common(stored[peer] for peer in peers(config, name))
+        points[name] = ResumePoint(step, stored[name][step]) if step else FROM_START
+    return points
+
+
+def all_stored(config: RunConfig, trial_dir: Path) -> dict[str, Stored]:
+    """What each participant of a run has stored in a folder."""
+    found = {}
+    for name in participants(config):
+        steps = stored_steps(config, trial_dir, name)
+        found[name] = {step: manifest(trial_dir, name, step).events_bytes for step in steps}
+    return found
 
 
 def apart(config: RunConfig, points: Mapping[str, ResumePoint]) -> tuple[str, str] | None:
@@ -120,8 +133,11 @@ def apart(config: RunConfig, points: Mapping[str, ResumePoint]) -> tuple[str, st
 
 def resume_step(config: RunConfig, trial_dir: Path, participant: str) -> int:
     """The newest step from which a participant and its peers can go on; 0 for a fresh start."""
-    common = set.intersection(*(stored_steps(config, trial_dir, name) for name in peers(config, participant)))
-    return max(common, default=0)
+    return _newest_common(stored_steps(config, trial_dir, name) for name in peers(config, participant))
+
+
+def _newest_common(steps: Iterable[Iterable[int]]) -> int:
+    return max(set.intersection(*map(set, steps)), default=0)
 
 
 def stored_steps(config: RunConfig, trial_dir: Path, participant: str) -> set[int]:

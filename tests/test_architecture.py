@@ -36,6 +36,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "runfile",
             "names",
             "partition",
+            "sharding",
             "rules",
             "mixrules",
             "schedules",
@@ -46,6 +47,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "processlife",
             "address",
             "snapshots",
+            "weightsfile",
         ),
         (*THIRD_PARTY, *EDGES, *TRAINING, "spes_core.model", "spes_core.sync", "spes_core.protocol"),
     ),
@@ -144,7 +146,9 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "data",
         "processlife",
         "runfile",
+        "sharding",
         "snapshots",
+        "weightsfile",
         "wireformat",
     }
     makes_keys = {"spes_core.protocol.credentials", "spes_core.protocol"}  # needs neither grpc nor torch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
@@ -57,8 +57,6 @@ _MIRROR_STOP_S = 3.0
 class Campaign:
     """All trials of a study on prepared corpora; `run` takes them from what is stored to a report."""
 
-    remote: RemoteLauncher | None = None
-    """The launcher of the study's hosts, where it does not run on this machine; ended with the trials."""
     _bound = ""
     """Words before the number of trials to run."""
 
@@ -73,10 +71,15 @@ class Campaign:
         *,
         only: Sequence[str] = (),
         fail_fast: bool = False,
+        hosts: Callable[[], RemoteLauncher] | None = None,
     ) -> None:
-        """``only``: patterns of the trials to run (`selection`); ``fail_fast``: the first failure stops the rest."""
+        """``only``: patterns of the trials to run (`selection`); ``fail_fast``: the first failure stops the rest.
+
+        ``hosts`` gives the launcher of the study's hosts, where it does not run on this machine; it is asked when there
+        are trials to run, and the launcher is closed after the last.
+        """
         self._study, self._corpora, self._command = study, corpora, command
-        self._only, self._fail_fast = only, fail_fast
+        self._only, self._fail_fast, self._hosts = only, fail_fast, hosts
         self._budget = Budget.of(study.resources)
         self._folder, self._report_dir = StudyFolder(results), report_dir
         self._trials = identify(study, variants, lambda corpus: corpora[corpus].header.digest)
@@ -155,9 +158,7 @@ class Campaign:
         self._is_new = self._is_new or is_news
 
     def _is_pending(self, trial: Trial, retry_failed: bool) -> bool:
-        stored = self._stored[trial.id]
-        asked_for = retry_failed or stored.status == "pruned"  # outside the search that pruned it, a trial is whole
-        return is_selected(self._only, trial) and (stored.will_run or (asked_for and stored.status != "done"))
+        return is_selected(self._only, trial) and is_pending(self._stored[trial.id], retry_failed=retry_failed)
 
     def _say_what_stays(self, pending: Sequence[Trial]) -> None:
         meant = [trial for trial in self._trials if is_selected(self._only, trial)]
@@ -176,7 +177,8 @@ class Campaign:
 
     def _run_trials(self, batches: Iterator[Sequence[Trial]], total: int) -> bool:
         """Run the trials of one group after another; whether the user stopped them."""
-        place = nullcontext() if self._slurm is not None else self.remote or open_launcher()
+        open_place = nullcontext if self._slurm is not None else self._hosts or open_launcher
+        place: AbstractContextManager[Launcher | None] = open_place()
         with stop_on_signals() as stop_request, place as launcher:
             mirror = Mirror(self._folder.path.parent, self._study.name)
             try:
@@ -223,9 +225,9 @@ class Campaign:
             )  # fmt: skip
         return Crew(
             lambda trial, slot: self._run_trial(trial, slot, launcher, lines, stop_request),
-            lambda trial: _NOTHING if self.remote else self._budget.need(trial.config, resources, launching),
+            lambda trial: _NOTHING if self._hosts else self._budget.need(trial.config, resources, launching),
             self._budget,
-            _most_at_once(resources.parallel_trials, is_remote=self.remote is not None),
+            _most_at_once(resources.parallel_trials, is_remote=self._hosts is not None),
             stop_request,
         )
 
@@ -255,7 +257,7 @@ class Campaign:
         newest = self._folder.stored(trial)
         if not newest.will_run and newest != self._stored[trial.id]:
             return newest
-        settings = self._execution_settings(trial, None if self.remote else slot.gpus)
+        settings = self._execution_settings(trial, None if self._hosts else slot.gpus)
 
         def show(progress: Progress) -> None:
             lines.update(progress)
@@ -319,6 +321,12 @@ class Campaign:
             rows.append([trial.arm, *points, str(trial.seed), *numbers, stored.status])
         columns = ["arm", *labels, "seed", *metrics, "status"]
         print_table(self._study.question, columns, rows, [*labels, "seed", *metrics])
+
+
+def is_pending(stored: Stored, *, retry_failed: bool) -> bool:
+    """Whether a trial of which this is known will run."""
+    asked_for = retry_failed or stored.status == "pruned"  # outside the search that pruned it, a trial is whole
+    return stored.will_run or (asked_for and stored.status != "done")
 
 
 def _most_at_once(stated: int | Literal["auto"], *, is_remote: bool) -> int | None:

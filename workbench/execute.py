@@ -153,10 +153,13 @@ def _former_config(trial: Trial, trial_dir: Path) -> RunConfig:
 
 
 def _is_of(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> bool:
-    """Whether the folder holds an earlier run of this trial by the same code on the same data."""
+    """Whether the folder holds an earlier run of this trial by the same code on the same data, with as many servers:
+    each has stored its own part of the weights.
+    """
     try:
         about = read_json(trial_dir / "trial.json") or {}
-    except ValueError:
+        servers = RunFile.load(trial_dir / "run.json").config.server
+    except ValueError:  # ConfigError is one too
         return False
     header = read_json(settings.data_dir / "header.json") or {}
     code = settings.provenance.get("code_digest")
@@ -164,6 +167,7 @@ def _is_of(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> bool:
         about.get("trial", {}).get("id") == trial.id
         and about.get("provenance", {}).get("code_digest") == code
         and about.get("data") == header
+        and servers == trial.config.server
     )
 
 

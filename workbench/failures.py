@@ -23,6 +23,8 @@ _OUT_OF_MEMORY = re.compile(
     r"|CUDA (?:error: )?out of memory|not enough memory|(?:[Cc]annot|can't) allocate memory"
 )
 """What Python, torch, CUDA and the system say when memory has run out."""
+_PEERS_GONE = re.compile(r"[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe|remote process (?:has )?exited")
+"""What gloo, NCCL and torch's store say when the process at the other end has gone."""
 _DIVERGED = re.compile(r"^error: .*\bhas diverged\b")
 """How the engine ends a run that has nothing finite left to train on (spes_core.errors.Diverged)."""
 
@@ -63,6 +65,16 @@ def describe(process: Running, log: Path, start_bytes: int = 0, *, killed_for_me
     said = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
     message = said[-1] if said else _ending(process, lines, killed_for_memory)
     return Failure(message=message, process=process.name, log_tail=lines[-_TAIL_LINES:])
+
+
+def fails_with_peers(process: Running, log: Path, start_bytes: int = 0) -> bool:
+    """Whether a torchrun failed for no other reason than that ranks elsewhere had gone."""
+    lines = tail(log, start_bytes)
+    if process.died_with_launcher or (process.returncode or 0) < 0 or any("SIGKILL" in line for line in lines):
+        return False
+    raised = [match[1] for line in lines if (match := _EXCEPTION.match(line))]
+    said = [*raised, *(line for line in lines if line.startswith("error:"))]
+    return bool(said) and all(_PEERS_GONE.search(line) for line in said)
 
 
 def died_silently(result: Mapping[str, Any]) -> bool:

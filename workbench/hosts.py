@@ -54,15 +54,32 @@ def placements(study: Study, variants: Iterable[Variant], inventory: Inventory) 
     return found
 
 
-def ready_launcher(study: Study, variants: Iterable[Variant]) -> RemoteLauncher:
-    """A launcher on the hosts of a study, once nothing is wrong with them. Raises StudyError with all that is."""
-    inventory = study_inventory(study)
-    placements(study, variants, inventory)
-    print(f"checking {len(inventory.hosts)} hosts of {inventory.path}", flush=True)
-    found = check(inventory, port=study.launcher.port)
-    if found.problems:
-        raise StudyError(found.problems)
-    return RemoteLauncher(found.sites, inventory.place, port=study.launcher.port)
+class StudyHosts:
+    """The hosts of a study: read at once, asked when they are first needed, left by `close`."""
+
+    def __init__(self, study: Study, variants: Iterable[Variant]) -> None:
+        """Raises StudyError for an inventory that is wrong, or has no room."""
+        self._inventory, self._port = study_inventory(study), study.launcher.port
+        self._placed = placements(study, variants, self._inventory)
+        self._launcher: RemoteLauncher | None = None
+
+    def ready(self) -> RemoteLauncher:
+        """A launcher on the hosts, once nothing is wrong with them. Raises StudyError with all that is."""
+        if self._launcher is None:
+            inventory = self._inventory
+            print(f"checking {len(inventory.hosts)} hosts of {inventory.path}", flush=True)
+            found = check(inventory, port=self._port, placements=self._placed.values())
+            _print_notes(found)
+            if found.problems:
+                found.close()
+                raise StudyError(found.problems)
+            self._launcher = RemoteLauncher(found.sites, inventory.place, port=self._port, links=found.links)
+        return self._launcher
+
+    def close(self) -> None:
+        """End all that was started on them."""
+        if self._launcher is not None:
+            self._launcher.close()
 
 
 def describe(placed: dict[str, Placement]) -> list[str]:
@@ -73,9 +90,16 @@ def describe(placed: dict[str, Placement]) -> list[str]:
         nodes: dict[str, list[str]] = {}
         for number, host in enumerate(placement.nodes):
             nodes.setdefault(host, []).append(str(number))
-        shown = "; ".join(f"nodes {', '.join(numbers)} on {host}" for host, numbers in nodes.items())
-        lines.append(f"{count} trials: server on {placement.server}; {shown}")
+        what = "ranks" if placement.is_group else "nodes"
+        shown = [f"{what} {', '.join(numbers)} on {host}" for host, numbers in nodes.items()]
+        lead = [] if placement.is_group else [f"server on {placement.server}"]
+        lines.append(f"{count} trials: {'; '.join([*lead, *shown])}")
     return lines
+
+
+def _print_notes(found: Preflight) -> None:
+    for note in found.notes:
+        print(f"note: {note}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,8 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         inventory = read_inventory(options.inventory)
-        mistakes = [] if options.study is None else _without_room(options.study, inventory)
-        found = check(inventory, port=options.port)
+        placed, mistakes = ({}, []) if options.study is None else _placed(options.study, inventory)
+        found = check(inventory, port=options.port, placements=placed.values())
     except StudyError as error:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)
@@ -102,24 +126,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    found.close()
     _show(found)
+    _print_notes(found)
     problems = [*mistakes, *found.problems]
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return 2 if problems else 0
 
 
-def _without_room(path: Path, inventory: Inventory) -> list[str]:
+def _placed(path: Path, inventory: Inventory) -> tuple[dict[str, Placement], list[str]]:
+    """Where the trials of a study run; and for which there is no room."""
     from workbench.spec import read_study
     from workbench.trials import expand
 
     study = read_study(path)
     try:
-        for line in describe(placements(study, expand(study), inventory)):
-            print(line)
+        placed = placements(study, expand(study), inventory)
     except StudyError as error:
-        return list(error.mistakes)
-    return []
+        return {}, list(error.mistakes)
+    for line in describe(placed):
+        print(line)
+    return placed, []
 
 
 def _show(found: Preflight) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import spes_core
 from spes_core.runfile import RunFile
 
-SERVER = "server"
-"""Name of the process that holds the parameter server."""
 GROUP = "torchrun"
-"""Name of the process that starts the ranks of a process group."""
+"""Name of the process that starts the ranks of a process group; where several hosts share it, with the first rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +19,8 @@ class ProcessSpec:
     """One process to start on this host: what a launcher needs and nothing else."""
 
     name: str
-    """Unique in the trial: "server", "node-0", ... (a process, or the torchrun of a group), or "torchrun"."""
+    """Unique in the trial: "server" or "server-0-of-2", ...; "node-0", ... (a process, or a torchrun); "torchrun",
+    "torchrun-4", ..."""
     argv: tuple[str, ...]
     """Command line; the first word is a Python interpreter."""
     env: dict[str, str]
@@ -35,30 +35,55 @@ class ProcessSpec:
 
 
 def plan(
-    run: RunFile, trial_dir: Path, python: str = sys.executable, package: Path = Path(spes_core.__file__).parent
+    run: RunFile,
+    trial_dir: Path,
+    python: str = sys.executable,
+    package: Path = Path(spes_core.__file__).parent,
+    *,
+    spread: Sequence[int] = (),
+    interface: str | None = None,
 ) -> list[ProcessSpec]:
     """The processes of a run whose run.json lies in ``trial_dir``, in the order in which they are started.
 
-    Rounds need one server and N nodes; gradients need one torchrun group of nodes × parallel.ranks_per_node ranks
-    and no server; without any exchange there are N nodes. A node of several ranks is a torchrun group of its own. All
-    paths are those of the host where the processes run: ``package`` is the folder of spes_core there.
+    Rounds need one server (or server.shards) and N nodes; gradients need one group of nodes × parallel.ranks_per_node
+    ranks and no server; without any exchange there are N nodes. A node of several ranks is a torchrun group of its own.
+    All paths are those of the host where the processes run: ``package`` is the folder of spes_core there. Where several
+    hosts share the group of gradients, ``spread`` has the number of ranks of each, in order, and each has a torchrun of
+    its own; ``interface`` is that of this host by which the others reach it.
     """
     run_file = str(trial_dir.absolute() / "run.json")
     exchange, env = run.config.sync.exchange, environment(run)
     if exchange == "gradients":
-        ranks = run.config.world_size
-        argv = _group_argv(python, package, trial_dir.absolute(), ranks, GROUP)
-        return [ProcessSpec(name=GROUP, argv=argv, env=env | _group_environment())]
+        return _groups(run, trial_dir.absolute(), python, package, spread, interface)
     ranks = run.config.parallel.ranks_per_node
     nodes = []
     for node in range(run.config.nodes):
-        name, argv = f"node-{node}", (python, "-m", "spes_core.node", run_file)
+        name = f"node-{node}"
+        argv: tuple[str, ...] = (python, "-m", "spes_core.node", run_file)
         if ranks > 1:
             argv = _group_argv(python, package, trial_dir.absolute(), ranks, name)
-        node_env = env | _group_environment() if ranks > 1 else env
+        node_env = env | _group_environment(None) if ranks > 1 else env
         nodes.append(ProcessSpec(name=name, argv=(*argv, "--node", str(node)), env=node_env))
-    server = ProcessSpec(name=SERVER, argv=(python, "-m", "spes_core.server", run_file), env=env)
-    return [server, *nodes] if exchange == "rounds" else nodes
+    servers = []
+    for shard, name in enumerate(run.config.servers):
+        which = ("--shard", str(shard)) if shard else ()
+        servers.append(ProcessSpec(name=name, argv=(python, "-m", "spes_core.server", run_file, *which), env=env))
+    return [*servers, *nodes]
+
+
+def _groups(
+    run: RunFile, trial_dir: Path, python: str, package: Path, spread: Sequence[int], interface: str | None
+) -> list[ProcessSpec]:
+    """The torchruns of the ranks that exchange gradients: one, or one of each host."""
+    env, specs, first_rank = environment(run) | _group_environment(interface), list[ProcessSpec](), 0
+    for ranks in spread or (run.config.world_size,):
+        name = f"{GROUP}-{first_rank}" if spread else GROUP
+        argv = _group_argv(python, package, trial_dir, ranks, name)
+        if spread:
+            argv = (*argv, "--node", str(first_rank // run.config.parallel.ranks_per_node))
+        specs.append(ProcessSpec(name=name, argv=argv, env=env))
+        first_rank += ranks
+    return specs
 
 
 def environment(run: RunFile) -> dict[str, str]:
@@ -79,12 +104,15 @@ def environment(run: RunFile) -> dict[str, str]:
     }
 
 
-def _group_environment() -> dict[str, str]:
-    """What keeps a group of one host on that host: torchrun opens no store, and ranks talk over the loopback only."""
+def _group_environment(interface: str | None) -> dict[str, str]:
+    """What keeps a group of one host on that host: torchrun opens no store, and ranks talk over the loopback only.
+
+    Between hosts they talk over the ``interface``; NCCL would take any whose name begins like it, but for the "=".
+    """
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     return {
-        "GLOO_SOCKET_IFNAME": loopback,
-        "NCCL_SOCKET_IFNAME": loopback,
+        "GLOO_SOCKET_IFNAME": interface or loopback,
+        "NCCL_SOCKET_IFNAME": f"={interface}" if interface else loopback,
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from spes_core.errors import SpesError
 from workbench.campaign import Campaign, Outcome
 from workbench.corpora import PreparedCorpus
 from workbench.durable import read_mapping, write_json
+from workbench.launch.remote import RemoteLauncher
 from workbench.points import Sample, Scored, score, winners
 from workbench.search import Proposal, Proposals
 from workbench.searchspace import Search
@@ -67,6 +68,7 @@ class SearchCampaign(Campaign):
         *,
         only: Sequence[str] = (),
         fail_fast: bool = False,
+        hosts: Callable[[], RemoteLauncher] | None = None,
     ) -> None:
         search = study.search
         assert search is not None
@@ -74,7 +76,9 @@ class SearchCampaign(Campaign):
         self._arm = next(arm for arm in study.arms if arm.name == search.arm)
         self._samples = [variant for variant in variants if variant.arm.name == search.arm]
         others = without_search(study, variants)
-        super().__init__(study, others, corpora, results, report_dir, command, only=only, fail_fast=fail_fast)
+        super().__init__(
+            study, others, corpora, results, report_dir, command, only=only, fail_fast=fail_fast, hosts=hosts
+        )
         reference = next((variant for variant in others if variant.arm.role == "reference"), None)
         self._references: dict[int, Trial] = {}
         if reference is not None:

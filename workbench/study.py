@@ -10,7 +10,8 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from workbench.portable import portable_word
 if TYPE_CHECKING:
     from workbench.campaign import Campaign
     from workbench.corpora import PreparedCorpus
+    from workbench.hosts import StudyHosts
     from workbench.spec import Study
     from workbench.trials import Corpus, Variant
 
@@ -99,7 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_study(options: argparse.Namespace, command: str) -> int:
     """Plan the study, and run it unless only the plan was asked for; returns the exit code."""
-    from workbench.budget import Budget, require_room
     from workbench.selection import is_selected, select
     from workbench.spec import read_study
     from workbench.trials import expand, without_search
@@ -122,28 +123,59 @@ def run_study(options: argparse.Namespace, command: str) -> int:
             _show_hosts(study, shown)
         return DONE
     _require_detachable(study, options.detach)
-    remote = None
+    with _ready_place(study, variants, results, options) as hosts:
+        corpora = prepare_corpora(study, variants)
+        campaign = _campaign_kind(study)(
+            study, variants, corpora, results, report, command,
+            only=options.only, fail_fast=options.fail_fast, hosts=None if hosts is None else hosts.ready,
+        )  # fmt: skip
+        if options.detach:
+            campaign.submit(retry_failed=options.retry_failed)
+            return DONE
+        outcome = campaign.run(retry_failed=options.retry_failed)
+    return {"done": DONE, "some failed": SOME_FAILED, "interrupted": INTERRUPTED}[outcome]
+
+
+@contextmanager
+def _ready_place(
+    study: Study, variants: Sequence[Variant], results: Path, options: argparse.Namespace
+) -> Iterator[StudyHosts | None]:
+    """Where the trials will run, once it can take them: the study's hosts, or None. Raises StudyError."""
+    if study.launcher.kind == "ssh":
+        from workbench.hosts import StudyHosts
+
+        with closing(StudyHosts(study, variants)) as hosts:
+            if _will_run(study, variants, results, options):
+                hosts.ready()
+            yield hosts
+        return
     if study.launcher.kind == "slurm":
         from workbench.slurm.submission import require_slurm
 
         require_slurm(study, results)
-    elif study.launcher.kind == "ssh":
-        from workbench.hosts import ready_launcher
-
-        remote = ready_launcher(study, variants)
     else:
+        from workbench.budget import Budget, require_room
+
         _require_free_port(study)
         require_room(study, variants, Budget.of(study.resources))
-    corpora = prepare_corpora(study, variants)
-    kind = _campaign_kind(study)
-    campaign = kind(study, variants, corpora, results, report, command, only=options.only, fail_fast=options.fail_fast)
-    campaign.remote = remote
-    if options.detach:
-        campaign.submit(retry_failed=options.retry_failed)
-        return DONE
-    return {"done": DONE, "some failed": SOME_FAILED, "interrupted": INTERRUPTED}[
-        campaign.run(retry_failed=options.retry_failed)
-    ]
+    yield None
+
+
+def _will_run(study: Study, variants: Sequence[Variant], results: Path, options: argparse.Namespace) -> bool:
+    """Whether there are trials to run, by what is known before any text is prepared or any point proposed."""
+    from workbench.campaign import is_pending
+    from workbench.selection import is_selected
+    from workbench.store import StudyFolder
+    from workbench.trials import Corpus, identify, without_search
+
+    if not (results / "study.json").exists():
+        return True
+    known, found = without_search(study, variants), find_corpora(study, variants)
+    if any(Corpus.of(variant.config.data) not in found for variant in known):
+        return True
+    folder, trials = StudyFolder(results), identify(study, known, lambda corpus: found[corpus].header.digest)
+    meant = [trial for trial in trials if is_selected(options.only, trial)]
+    return any(is_pending(folder.stored(trial), retry_failed=options.retry_failed) for trial in meant)
 
 
 def _show_hosts(study: Study, variants: Sequence[Variant]) -> None:

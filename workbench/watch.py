@@ -9,13 +9,26 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from spes_core.errors import DataError
+from spes_core.model.counting import tensor_shapes
 from spes_core.runfile import RunFile
+from spes_core.sharding import is_server
 from spes_core.snapshots import ResumePoint
-from workbench.failures import Failure, Status, classify, describe, first_failed, last_lines, log_bytes
+from spes_core.weightsfile import join_parts
+from workbench.failures import (
+    Failure,
+    Status,
+    classify,
+    describe,
+    fails_with_peers,
+    first_failed,
+    last_lines,
+    log_bytes,
+)
 from workbench.follow import EventTail, TrialState
 from workbench.launch.launcher import Launcher, LaunchError, Running, count_running, stop
 from workbench.machine import oom_kills, resident_bytes
-from workbench.processes import GROUP, SERVER
+from workbench.processes import GROUP
 from workbench.progress import OnProgress
 from workbench.stopping import Rule, StopRequest, Verdict
 
@@ -23,6 +36,8 @@ PROGRESS_INTERVAL_S = 0.5
 _POLL_S = 0.25
 _SERVER_LINGER_S = 60.0
 _MEMORY_INTERVAL_S = 1.0
+_GROUP_ENDS_S = 10.0
+"""How long the ranks on other hosts may take to notice that one has failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +93,9 @@ class Watch:
             stop(self._launcher, self._processes)
         try:
             self._launcher.collect(self._trial_dir, is_done=status == "done")
-        except LaunchError as error:
+            if status == "done":
+                self._join_weights()
+        except (LaunchError, DataError) as error:
             if status == "done":
                 status, failure = "failed", Failure(message=str(error), process=None, log_tail=[])
         self._follow(at_once=True)
@@ -93,6 +110,13 @@ class Watch:
             "started_at": _iso(self._launched_at_s),
             "finished_at": _iso(time.time()),
         }
+
+    def _join_weights(self) -> None:
+        """Make one file of what several servers have left on several hosts. Raises DataError."""
+        config = self._run.config
+        servers, names = config.servers, list(tensor_shapes(config.model))
+        if len(servers) > 1 and not join_parts(self._trial_dir / "weights", servers, names):
+            raise DataError(f"of the final weights not all {len(servers)} parts are in {self._trial_dir / 'weights'}")
 
     def _start(self) -> None:
         gpus = self._limits.gpus
@@ -114,11 +138,12 @@ class Watch:
                 return "done", None
             if (overrun := self._overrun()) is not None:
                 return overrun
-            if not count_running([process for process in self._processes if process.name != SERVER]):
+            if not count_running([process for process in self._processes if not is_server(process.name)]):
                 nodes_ended_at_s = nodes_ended_at_s or time.time()
                 if time.time() - nodes_ended_at_s > _SERVER_LINGER_S:
+                    late = next(process.name for process in self._processes if process.returncode is None)
                     message = f"the server did not end within {_SERVER_LINGER_S:g} s after the last node"
-                    return "failed", self._ended(message, SERVER)
+                    return "failed", self._ended(message, late)
             self._follow()
             if self._verdict is not None:
                 return self._verdict.status, self._ended(self._verdict.message, self._verdict.process)
@@ -126,6 +151,7 @@ class Watch:
 
     def _explain(self, failed: Running) -> tuple[Status, Failure]:
         """What became of a trial of which a process failed before all others."""
+        failed = self._cause(failed)
         if failed.died_with_launcher:
             # Their last words tell of the consequences, and none of them is to blame: it may be tried again.
             what = (
@@ -139,6 +165,18 @@ class Watch:
         start, killed_for_memory = self._log_starts[log], oom_kills() > self._oom_kills
         status = classify(failed, log, start, killed_for_memory=killed_for_memory)
         return status, describe(failed, log, start, killed_for_memory=killed_for_memory)
+
+    def _cause(self, failed: Running) -> Running:
+        """The process that did not fail for another's sake: of a group on several hosts all fail at once."""
+        group = [process for process in self._processes if process.name.partition("-")[0] == GROUP]
+        if len(group) < 2:
+            return failed
+        deadline_s = time.monotonic() + _GROUP_ENDS_S
+        while count_running(group) and (left_s := deadline_s - time.monotonic()) > 0:
+            self._launcher.wait(group, left_s)
+        logs = {log.stem: (log, start) for log, start in self._log_starts.items()}
+        ended = sorted((process for process in group if process.returncode), key=lambda one: one.ended_order)
+        return next((one for one in ended if not fails_with_peers(one, *logs[one.name])), failed)
 
     def _overrun(self) -> tuple[Status, Failure] | None:
         """The limit that was reached, of time or memory."""
@@ -179,8 +217,8 @@ class Watch:
 
     def _ended(self, message: str, process: str | None = None) -> Failure:
         """A trial that was ended, with the last words of the process concerned, or else of the one that is behind."""
-        name = process or self._state.behind or next((p.name for p in self._processes), SERVER)
-        logs = [self._trial_dir / "logs" / f"{spoken}.log" for spoken in (name, GROUP)]
+        name = process or self._state.behind or next((p.name for p in self._processes), GROUP)
+        logs = [self._trial_dir / "logs" / f"{spoken}.log" for spoken in (name, GROUP, f"{GROUP}-0")]
         log = next((log for log in logs if log.exists()), logs[0])
         tail = last_lines(log, self._log_starts.get(log, log_bytes(log)))
         return Failure(message=message, process=process, log_tail=tail)

@@ -8,7 +8,8 @@ step. Whole tensors exist one at a time: `Group.collect` and `Group.spread` move
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import ceil, prod
@@ -23,30 +24,41 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from spes_core.config import RunConfig
-from spes_core.errors import ConfigError, Problem
+from spes_core.errors import ConfigError, Problem, Unreachable
 from spes_core.model.counting import tensor_shapes
 from spes_core.model.decoder import Decoder, DecoderLayer
 from spes_core.model.moe import AllRanks, Experts
 from spes_core.names import parse_expert
+from spes_core.runfile import Meeting
 
 _PATIENCE = timedelta(days=365)
 """Ranks that wait for rank 0 wait as long as a round may take; a dead rank is noticed by torchrun, not by this."""
+_MEETING_PATIENCE = timedelta(minutes=5)
+"""How much later than the others rank 0 may come to a meeting of several hosts."""
 
 
 class Group:
-    """The process group of this torchrun job; entered once per process."""
+    """The process group of this torchrun job, or of one on each of several hosts; entered once per process."""
 
-    def __init__(self, device: torch.device, config: RunConfig, folder: Path) -> None:
-        """Join the other ranks, who meet in a file in ``folder``: a store on a port would listen on every interface.
+    def __init__(
+        self,
+        device: torch.device,
+        config: RunConfig,
+        folder: Path,
+        first_rank: int = 0,
+        meeting: Meeting | None = None,
+    ) -> None:
+        """Join the other ranks: those of this host in a file in ``folder``, those of several at the ``meeting``.
 
-        Raises ConfigError when this process is not one of as many torchrun processes as ``config`` needs.
+        ``first_rank`` is the lowest of this host's. Raises ConfigError when this process is not one of as many torchrun
+        processes as ``config`` needs, Unreachable when rank 0 does not come to the meeting.
         """
-        _check_torchrun(config)
+        _check_torchrun(config, first_rank, is_whole=meeting is None)
         self.device = device
-        self.rank, self.size = global_rank(), int(os.environ["WORLD_SIZE"])
+        self.rank, self.size = global_rank(first_rank), config.group_size
         # One torchrun agent is the parent of all ranks, so its process id tells this meeting from earlier ones.
-        self._meeting = folder / f"ranks-{os.getppid()}-{os.environ['MASTER_PORT']}.store"
-        store = dist.FileStore(str(self._meeting), self.size)  # type: ignore[attr-defined]
+        self._file = folder / f"ranks-{os.getppid()}-{os.environ['MASTER_PORT']}.store"
+        store = _meet_in(self._file, self.size) if meeting is None else _meet_at(meeting, self.rank)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size)
         # Orders and small sums travel apart, so that a rank may wait for the next order longer than for a gradient.
@@ -64,7 +76,8 @@ class Group:
 
     def pieces(self, decoder: Decoder) -> list[Piece]:
         """This rank's part of every tensor of a sharded decoder, in canonical order."""
-        return [_piece(decoder, name, shape, self.size) for name, shape in tensor_shapes(decoder.config).items()]
+        shapes = tensor_shapes(decoder.config)
+        return [_piece(decoder, name, shape, self.size, self.rank) for name, shape in shapes.items()]
 
     @torch.no_grad()
     def collect(self, piece: Piece, whole: Tensor | None) -> None:
@@ -120,6 +133,15 @@ class Group:
         """Largest of each number over all ranks."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
+    def newest_common(self, steps: Collection[int]) -> int:
+        """The largest of the positive ``steps`` of this rank that all ranks name; 0 when there is none."""
+        newest = max(steps, default=0)
+        while True:
+            lowest = -int(self.maxima([-newest])[0])
+            if self.sums([lowest == 0 or lowest in steps])[0] == self.size:
+                return lowest
+            newest = max((step for step in steps if step <= lowest), default=0)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self._control)
@@ -128,7 +150,7 @@ class Group:
         """Leave the group."""
         self.barrier()
         dist.destroy_process_group()
-        self._meeting.unlink(missing_ok=True)
+        self._file.unlink(missing_ok=True)
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64)
@@ -219,12 +241,50 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def global_rank() -> int:
-    """Index of this process in its torchrun group; 0 without one."""
-    return int(os.environ.get("RANK", "0"))
+def local_size() -> int:
+    """Number of processes of this one's torchrun; 1 without one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _check_torchrun(config: RunConfig) -> None:
+def global_rank(first_rank: int = 0) -> int:
+    """Index of this process in its group, of which this host's torchrun has the ranks from ``first_rank`` on."""
+    return first_rank + int(os.environ.get("RANK", "0"))
+
+
+def _meet_in(file: Path, ranks: int) -> Any:
+    """A store for ranks of one host: one on a port would listen on every interface."""
+    return dist.FileStore(str(file), ranks)  # type: ignore[attr-defined]
+
+
+def _meet_at(meeting: Meeting, rank: int) -> Any:
+    """A store for ranks of several hosts, at the one address that was named: torch's own would listen on them all.
+
+    So torchrun, which would open one of those between hosts, knows of its own host only.
+    """
+    host, _, port = meeting.address.rpartition(":")
+    try:
+        listening = None if rank else _listen(host, int(port))
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), is_master=rank == 0, wait_for_workers=False, timeout=_MEETING_PATIENCE,
+            master_listen_fd=listening,
+        )  # fmt: skip
+    except (OSError, RuntimeError) as error:
+        what = (
+            f"rank {rank} cannot {'call' if rank else 'listen at'} {meeting.address}, where the ranks of the group meet"
+        )
+        raise Unreachable(
+            f"{what}: {str(error).splitlines()[0]}; see launcher.port, and address of rank 0's host"
+        ) from error
+    return dist.PrefixStore(meeting.key, store)  # type: ignore[attr-defined]
+
+
+def _listen(host: str, port: int) -> int:
+    """The descriptor of a socket that listens at one address."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family).detach()
+
+
+def _check_torchrun(config: RunConfig, first_rank: int, *, is_whole: bool) -> None:
     ranks = config.parallel.ranks_per_node
     by_gradients = config.sync.exchange == "gradients"
     if "RANK" not in os.environ:
@@ -233,7 +293,7 @@ def _check_torchrun(config: RunConfig) -> None:
         message = f"{value} needs one process group; start the node with torchrun (the launcher does)"
         raise ConfigError([Problem(path, message)])
     size = int(os.environ["WORLD_SIZE"])
-    if size != config.group_size:
+    if size != config.group_size if is_whole else first_rank + size > config.group_size:
         path, factor = ("nodes", "× parallel.ranks_per_node ") if by_gradients else ("parallel.ranks_per_node", "")
         message = f"{factor}({config.group_size}) must equal the torchrun processes ({size})"
         raise ConfigError([Problem(path, message)])
@@ -255,7 +315,7 @@ def _rows_placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
     return lambda parameter: Shard(1) if parameter.dim() == 3 and parameter.shape[1] % ranks == 0 else None
 
 
-def _piece(decoder: Decoder, name: str, shape: tuple[int, ...], ranks: int) -> Piece:
+def _piece(decoder: Decoder, name: str, shape: tuple[int, ...], ranks: int, rank: int) -> Piece:
     if (parsed := parse_expert(name)) is None:
         parameter = decoder.get_parameter(name)
         return _make_piece(name, shape, ranks, parameter, lambda local: local)
@@ -268,9 +328,9 @@ def _piece(decoder: Decoder, name: str, shape: tuple[int, ...], ranks: int) -> P
         return _make_piece(name, shape, ranks, parameter, lambda local: local[row])
     experts_per_rank = ceil(parameter.shape[0] / ranks)
     owner, row_there = divmod(row, experts_per_rank)
-    bounds = tuple(0 if rank <= owner else prod(shape) for rank in range(ranks + 1))
+    bounds = tuple(0 if one <= owner else prod(shape) for one in range(ranks + 1))
     # On ranks that hold nothing of the tensor the slice is empty.
-    is_here = global_rank() == owner
+    is_here = rank == owner
     return Piece(name, bounds, False, parameter, lambda local: local[row_there] if is_here else local[:0])
 
 

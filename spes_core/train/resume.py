@@ -7,7 +7,7 @@ Each rank stores the part that it holds. Tensor names are ``weights|<parameter>`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,23 @@ from spes_core.train.parallel import divided_like, local_part
 class Checkpoints:
     """The checkpoints of one training process in a trial's folder."""
 
-    def __init__(self, config: RunConfig, trial_dir: Path, participant: str) -> None:
-        """Decides at once from which step to go on: ``step``, 0 for a fresh start."""
+    def __init__(
+        self,
+        config: RunConfig,
+        trial_dir: Path,
+        participant: str,
+        agree: Callable[[Collection[int]], int] | None = None,
+    ) -> None:
+        """Decides at once from which step to go on: ``step``, 0 for a fresh start.
+
+        ``agree`` finds the newest of the steps that all ranks have stored, where some have another folder than this.
+        """
         self._config, self._trial_dir, self._participant = config, trial_dir, participant
         self._due = frozenset(checkpoint_steps(config))
-        self.step = snapshots.resume_step(config, trial_dir, participant)
+        if agree is None:
+            self.step = snapshots.resume_step(config, trial_dir, participant)
+        else:
+            self.step = agree(snapshots.stored_steps(config, trial_dir, participant))
         self.round, self.events_bytes = 0, 0
         """Rounds closed, and size of the event file, when it was stored."""
         self.experts: tuple[int, ...] | None = None

@@ -20,11 +20,12 @@ import pytest
 
 from tests.processes.test_launch import wait_until
 from workbench import hosts, study
+from workbench.launch.checked import Checked
 from workbench.launch.codecopy import Arrived, archive, deliver
 from workbench.launch.hostlink import HostLink
 from workbench.launch.inventory import Host, Inventory, agent_site, connector
 from workbench.launch.launcher import LaunchError
-from workbench.launch.preflight import Checked, _other_versions, _problems_of, check
+from workbench.launch.preflight import _other_versions, _problems_of, check
 from workbench.provenance import PACKAGES, code_digest, package_version
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/sbin")

@@ -145,6 +145,7 @@ def test_a_trial_on_three_hosts_is_the_trial_that_ran_here(
         "server.log",
     ]
     assert seen[-1] == SHORT.total_steps
+    assert launcher._running == {}, "what has ended is not kept"
     for name in "abc":
         assert list((hosts / name / "trials").iterdir()) == [], "nothing of a trial that is done stays"
         assert len(list((hosts / name / "data").iterdir())) == 1

@@ -102,6 +102,8 @@ def test_a_study_over_ssh_gives_the_bits_and_the_files_of_the_local_one(hosts: T
     results = [json.loads((trial / "result.json").read_text(encoding="utf-8")) for trial in (here, there)]
     assert results[0].keys() == results[1].keys() and results[1]["status"] == "done"
     wait_until(lambda: no_process_on_any(hosts), 30)
+    assert over_ssh(folder, hosts, "far").wait(120) == 0
+    assert (folder / "far.log").read_text().count("checking 4 hosts") == 1, "where all is done no host is asked"
 
 
 def test_a_killed_controller_and_a_host_that_vanishes_leave_no_process_and_cost_no_bit(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from spes_core import invitation, node, server
-from spes_core.config import RunConfig
+from spes_core.config import ParallelConfig, RunConfig
 from spes_core.data.tokenize import prepare
 from spes_core.errors import ConfigError, Unreachable
 from spes_core.events import EventWriter, read_events
@@ -333,3 +333,23 @@ def test_the_server_refuses_an_invitation_of_another_server(corpus: tuple[RunCon
     assert {row["state"] for row in answer["nodes"]} == {"absent"}
     started.kill()
     started.wait(20)
+
+
+def test_a_participant_with_several_ranks_runs_its_line_as_it_is_printed(
+    corpus: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config = replace(corpus[0], nodes=1, parallel=ParallelConfig(ranks_per_node=2), budget_tokens=4 * 8 * 16)
+    save_run(config, corpus[1], tmp_path / "local")
+    run_all(tmp_path / "local")
+    at, address = tmp_path / "server", f"127.0.0.1:{free_port()}"
+    save_run(config, corpus[1], at)
+    keys = ("--credentials", str(at / "keys"), "--listen", address)
+    server = start("server", tmp_path / "server.log", str(at / "run.json"), *keys)
+    until(lambda: (at / "server.address").exists(), server)
+    (line,) = [line.split() for line in server.output.splitlines() if line.startswith("  python")]
+    given = {"node-0.invite": str(at / "keys" / "node-0.invite"), "CORPUS_FOLDER": str(corpus[1])}
+    argv = (sys.executable, *(given.get(word, word) for word in line[1:]), "--folder", str(tmp_path / "own"))
+    node = Started(ProcessSpec(name="node-0", argv=argv, env={}), tmp_path / "node-0.log")
+    found = outputs({"server": server, "node-0": node}, 120)
+    assert all(status == 0 for status, _ in found.values()), found
+    assert_bitwise_equal(final_weights(at), final_weights(tmp_path / "local"))

@@ -11,9 +11,11 @@ import pytest
 
 from spes_core.config import ParallelConfig, RunConfig, SyncConfig
 from workbench.errors import StudyError
+from workbench.hosts import describe
 from workbench.launch.inventory import TEMPLATE, Host, Inventory, PlacementError, agent_site, connector, read_inventory
 from workbench.launch.ports import host_and_port
 
+GRADIENTS = replace(SyncConfig(), exchange="gradients")
 COMMON = "ssh: x, work_dir: /w, python: python3"
 
 
@@ -126,11 +128,25 @@ def test_nodes_fill_the_hosts_in_order() -> None:
         inventory.place(run(5))
 
 
-def test_one_group_stays_on_the_host_of_the_server() -> None:
-    inventory = Inventory((host("a"), host("b", server=True)))
-    gradients = run(8, sync=replace(SyncConfig(), exchange="gradients"))
-    assert inventory.place(gradients).hosts == ("b",)
-    assert inventory.place(run(1, sync=replace(SyncConfig(), exchange="none"))).hosts == ("b",)
+def test_ranks_that_exchange_gradients_fill_the_hosts_as_nodes_do() -> None:
+    inventory = Inventory((host("a", nodes=2), host("b", server=True)))
+    gradients = run(3, sync=GRADIENTS, parallel=replace(ParallelConfig(), ranks_per_node=2))
+    placement = inventory.place(gradients)
+    assert (placement.nodes, placement.spread) == (("a", "a", "a", "a", "b", "b"), (4, 2))
+    assert placement.hosts == ("a", "b"), "rank 0's host comes first, wherever the server would be"
+    assert [placement.host_of(f"torchrun-{rank}") for rank in (0, 4)] == ["a", "b"]
+    assert placement.host_of("node-4") == "b"
+    assert describe({"t": placement}) == ["1 trials: ranks 0, 1, 2, 3 on a; ranks 4, 5 on b"]
+    whole = inventory.place(replace(gradients, nodes=2))
+    assert (whole.hosts, whole.spread, whole.host_of("torchrun")) == (("a",), (), "a")
+    with pytest.raises(PlacementError, match=r"nodes \(4\) must be at most the 3"):
+        inventory.place(run(4, sync=GRADIENTS))
+
+
+def test_without_a_server_only_hosts_of_nodes_take_part() -> None:
+    inventory = Inventory((host("a"), host("b", server=True, nodes=0)))
+    assert inventory.place(run(1, sync=replace(SyncConfig(), exchange="none"))).hosts == ("a",)
+    assert inventory.place(run(1)).hosts == ("b", "a")
 
 
 def test_ranks_of_a_node_need_their_gpus() -> None:

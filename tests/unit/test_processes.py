@@ -45,6 +45,16 @@ def test_the_ranks_of_a_group_talk_over_the_loopback(
     assert spec.env["GLOO_SOCKET_IFNAME"] == spec.env["NCCL_SOCKET_IFNAME"] == loopback
 
 
+def test_a_group_on_several_hosts_has_a_torchrun_on_each_that_talks_by_the_named_interface() -> None:
+    config = RunConfig(nodes=3, parallel=ParallelConfig(ranks_per_node=2), sync=SyncConfig(exchange="gradients"))
+    first, second = plan(run_file(config), Path("/t"), spread=(4, 2), interface="wg0")
+    assert (first.name, second.name) == ("torchrun-0", "torchrun-4")
+    assert (first.argv[4], second.argv[4]) == ("4", "2")
+    assert first.argv[-2:] == ("--node", "0")
+    assert second.argv[-2:] == ("--node", "2"), "its first node, of which rank 4 is the first"
+    assert (second.env["GLOO_SOCKET_IFNAME"], second.env["NCCL_SOCKET_IFNAME"]) == ("wg0", "=wg0")
+
+
 def test_a_node_of_several_ranks_is_a_torchrun_group_of_its_own() -> None:
     config = RunConfig(nodes=2, parallel=ParallelConfig(ranks_per_node=4))
     server, *nodes = plan(run_file(config), Path("/t"))

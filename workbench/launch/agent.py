@@ -35,7 +35,7 @@ from spes_core.snapshots import ResumePoint
 from workbench.launch import wire
 from workbench.launch.forkserver import ForkLauncher
 from workbench.launch.launcher import Running
-from workbench.launch.ports import answer_calls, call, free_port
+from workbench.launch.ports import Answering, call, free_port, interface_of
 from workbench.machine import available_memory_bytes
 from workbench.processes import ProcessSpec
 from workbench.provenance import PACKAGES, code_digest, hardware, package_version
@@ -59,6 +59,7 @@ class Agent:
         self._processes: dict[int, Running] = {}
         self._sent: dict[str, dict[str, int]] = {}
         """By trial folder: how many bytes of each file the controller has."""
+        self._answering: list[Answering] = []
         self._heard_at_s = time.monotonic()
         self._requests: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
 
@@ -141,10 +142,10 @@ class Agent:
         """Give a file or folder that is complete its name."""
         self._inside(path).replace(self._inside(to))
 
-    def do_resume_points(self, folder: str, config: dict[str, Any]) -> Reply:
-        """Where each participant of a run could go on by what this host has."""
-        points = snapshots.resume_points(from_dict(config), self._inside(folder))
-        return {"points": {name: [point.step, point.events_bytes] for name, point in points.items()}}
+    def do_stored(self, folder: str, config: dict[str, Any]) -> Reply:
+        """The steps that each participant of a run has stored on this host, with the sizes of its event file then."""
+        found = snapshots.all_stored(from_dict(config), self._inside(folder))
+        return {"stored": {name: list(steps.items()) for name, steps in found.items()}}
 
     def do_trial(self, folder: str, points: dict[str, list[int]]) -> None:
         """Prepare a trial's folder: cut back to where participants go on, or emptied where none does."""
@@ -185,13 +186,23 @@ class Agent:
         if (running := self._processes.get(process)) is not None:
             self._launcher.signal(running, signal)
 
+    def do_interface(self, addresses: list[str]) -> Reply:
+        """The network interface that has the first possible of some names or addresses, and its address."""
+        name, address = interface_of(addresses)
+        return {"interface": name, "address": address}
+
     def do_free_port(self, address: str, count: int = 1) -> Reply:
         """A port of this host that nothing listens on, nor on the following ones."""
         return {"port": free_port(address, count)}
 
     def do_listen(self, address: str, port: int, nonce: str, seconds: float) -> None:
         """Answer calls at a port for some seconds, for a preflight."""
-        answer_calls(address, port, nonce, seconds)
+        self._answering.append(Answering(address, port, nonce, seconds))
+
+    def do_hush(self) -> None:
+        """Answer calls no longer."""
+        while self._answering:
+            self._answering.pop().close()
 
     def do_call(self, address: str, port: int, nonce: str, seconds: float) -> None:
         """Call a port that another agent answers at."""
@@ -211,18 +222,19 @@ class Agent:
         while True:
             running = [process for process in list(self._processes.values()) if process.returncode is None]
             self._launcher.wait(running, _FOLLOW_S) if running else time.sleep(_FOLLOW_S)
+            # Looked at before the files: what a process has said comes before the news of its end.
+            ended = [(n, process) for n, process in list(self._processes.items()) if process.returncode is not None]
             with self._following:
                 for folder in self._sent:
                     self._send_news(folder, _FOLLOWED)
-            for number, process in list(self._processes.items()):
-                if process.returncode is not None:
-                    del self._processes[number]
-                    self._send({
-                        "event": "exited",
-                        "process": number,
-                        "returncode": process.returncode,
-                        "died_with_launcher": process.died_with_launcher,
-                    })  # fmt: skip
+            for number, process in ended:
+                del self._processes[number]
+                self._send({
+                    "event": "exited",
+                    "process": number,
+                    "returncode": process.returncode,
+                    "died_with_launcher": process.died_with_launcher,
+                })  # fmt: skip
 
     def _send_news(self, folder: str, parts: tuple[str, ...]) -> None:
         sent = self._sent[folder]

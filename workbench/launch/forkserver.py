@@ -163,6 +163,8 @@ class _ForkServer:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # not connected any more: it is dead already
             self._control.shutdown(socket.SHUT_RDWR)
+        if not self._ready:  # it has no children, and would go on loading first
+            self._process.kill()
         try:
             self._process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:

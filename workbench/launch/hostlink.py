@@ -71,6 +71,10 @@ class HostLink:
         self._reader.start()
         threading.Thread(target=self._ping, name=f"ping {name}", daemon=True).start()
 
+    def hand_over(self, on_report: OnReport, on_lost: Callable[[HostLink], None]) -> None:
+        """From now on these are called; whoever takes over a connection that is ``lost`` is not told any more."""
+        self._on_report, self._on_lost = on_report, on_lost
+
     def ask(self, do: str, body: bytes = b"", *, timeout_s: float = ANSWER_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
         """The agent's answer to a request. Raises LaunchError, which names the host."""
         number = self._send(do, body, fields, is_waited_for=True)

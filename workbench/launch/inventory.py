@@ -132,13 +132,9 @@ class Inventory:
     def place(self, config: RunConfig) -> Placement:
         """Which hosts take the processes of a run; always the same for the same run. Raises PlacementError.
 
-        Nodes fill the hosts in the file's order. Ranks of one process group stay on one host: with exchange of
-        gradients that is all of them, on the server's host.
+        Nodes fill the hosts in the file's order, whatever they exchange; the ranks of one node stay together. Where
+        there is no server, the first node's host stands for it.
         """
-        server = self.server
-        if config.sync.exchange == "gradients" or (config.sync.exchange == "none" and config.nodes == 1):
-            self._require_gpus(server, config.world_size, config)
-            return Placement(server.name, (server.name,) * config.world_size)
         room = sum(host.nodes for host in self.hosts)
         if room < config.nodes:
             raise PlacementError(
@@ -146,12 +142,14 @@ class Inventory:
                 " (nodes of each host); add hosts, or raise theirs"
             )
         names = chain.from_iterable(repeat(host.name, host.nodes) for host in self.hosts)
-        nodes = tuple(islice(names, config.nodes))
+        nodes, ranks = tuple(islice(names, config.nodes)), config.parallel.ranks_per_node
         taken = Counter(nodes)
         for host in self.hosts:
             if taken[host.name]:
-                self._require_gpus(host, taken[host.name] * config.parallel.ranks_per_node, config)
-        return Placement(server.name, nodes)
+                self._require_gpus(host, taken[host.name] * ranks, config)
+        if config.sync.exchange == "gradients":
+            return Placement(nodes[0], tuple(host for host in nodes for _ in range(ranks)), is_group=True)
+        return Placement(self.server.name if config.sync.exchange == "rounds" else nodes[0], nodes)
 
     def _require_gpus(self, host: Host, ranks: int, config: RunConfig) -> None:
         """Several ranks for a node are for GPUs; where there are some, each rank must have its own."""

@@ -86,7 +86,7 @@ class OnThisHost:
 
     def resume_points(self, config: RunConfig, trial_dir: Path) -> dict[str, ResumePoint]:
         """See `Launcher`."""
-        return snapshots.resume_points(config, trial_dir)
+        return snapshots.resume_points(config, snapshots.all_stored(config, trial_dir))
 
     def stage(self, run: RunFile, trial_dir: Path, points: Mapping[str, ResumePoint]) -> Sequence[ProcessSpec]:
         """See `Launcher`."""

@@ -1,4 +1,4 @@
-"""Addresses and ports of hosts: a free port, one that answers for a while, and a call that wants the answer."""
+"""Addresses and ports of hosts: a free port, one that answers for a while, a call for the answer; and interfaces."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Sequence
+
+import psutil
 
 _ATTEMPTS = 50
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252})")
+_LOOK_S = 0.05
 
 
 def bare(host: str) -> str:
@@ -63,24 +67,33 @@ def _listen(address: str, port: int) -> socket.socket:
     return socket.create_server(where[:2], family=family)
 
 
-def answer_calls(address: str, port: int, nonce: str, seconds: float) -> None:
-    """From now on send back, for some seconds, what callers send who know the nonce. Raises OSError."""
-    server = _listen(address, port)
-    threading.Thread(target=_answer, args=(server, nonce.encode(), time.monotonic() + seconds), daemon=True).start()
+class Answering:
+    """From now on sends back, for some seconds or until `close`, what callers send who know the nonce."""
 
+    def __init__(self, address: str, port: int, nonce: str, seconds: float) -> None:
+        """Raises OSError where the port cannot be had."""
+        self._server, self._nonce = _listen(address, port), nonce.encode()
+        self._deadline_s = time.monotonic() + seconds
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+        self._thread.start()
 
-def _answer(server: socket.socket, nonce: bytes, deadline_s: float) -> None:
-    with server:
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            server.settimeout(left_s)
-            try:
-                caller, _ = server.accept()
-                with caller:
-                    caller.settimeout(5.0)
-                    if caller.recv(len(nonce)) == nonce:
-                        caller.sendall(nonce[::-1])
-            except OSError:
-                continue
+    def close(self) -> None:
+        """Return when the port is free again."""
+        self._deadline_s = 0.0
+        self._thread.join()
+
+    def _answer(self) -> None:
+        with self._server:
+            self._server.settimeout(_LOOK_S)
+            while time.monotonic() < self._deadline_s:
+                try:
+                    caller, _ = self._server.accept()
+                    with caller:
+                        caller.settimeout(5.0)
+                        if caller.recv(len(self._nonce)) == self._nonce:
+                            caller.sendall(self._nonce[::-1])
+                except OSError:
+                    continue
 
 
 def call(address: str, port: int, nonce: str, seconds: float) -> None:
@@ -94,3 +107,21 @@ def call(address: str, port: int, nonce: str, seconds: float) -> None:
         raise OSError(f"{host_and_port(address, port)} cannot be called: {error.strerror or error}") from error
     if answer != nonce.encode()[::-1]:
         raise OSError(f"at {host_and_port(address, port)} something else answers")
+
+
+def interface_of(addresses: Sequence[str]) -> tuple[str, str]:
+    """(name, address) of the interface of this host that has one of ``addresses``, the first that can be had.
+
+    A host's own name may stand for its loopback, by which nobody else reaches it: then another address counts, unless
+    the loopback was asked for by its number. Raises OSError.
+    """
+    here = {row.address: name for name, rows in psutil.net_if_addrs().items() for row in rows}
+    for address in addresses:
+        try:
+            meant = [str(info[4][0]) for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)]
+        except OSError:
+            continue
+        for one in meant:
+            if one in here and (one == address or not ipaddress.ip_address(one).is_loopback):
+                return here[one], one
+    raise OSError(f"no network interface of it has {' or '.join(addresses)}")

@@ -6,71 +6,44 @@ import contextlib
 import platform
 import secrets
 import shlex
-import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from workbench.launch.checked import Checked, each
 from workbench.launch.codecopy import Arrived, archive, deliver
 from workbench.launch.hostlink import HostLink
-from workbench.launch.inventory import Host, Inventory, agent_site, connector
-from workbench.launch.launcher import LaunchError, signal_group
-from workbench.launch.ports import host_and_port
-from workbench.launch.remote import Site
+from workbench.launch.inventory import Inventory, agent_site, connector
+from workbench.launch.launcher import LaunchError
+from workbench.launch.reach import try_group, try_server
+from workbench.launch.remote import Placement, Site
 from workbench.provenance import PACKAGES, code_digest, package_version
 
 MAX_SKEW_S = 2.0
 MIN_FREE_BYTES = 2e9
-_CALL_S = 5.0
-_LISTEN_S = 60.0
 _CLOCK_READINGS = 3
 _ANSWER_S = 120.0
 _OURS = "spes-workbench"
 """The package that is copied, whatever version is installed there."""
 
 
-@dataclass
-class Checked:
-    """What is known of one host."""
-
-    host: Host
-    arrived: Arrived | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-    skew_s: float = 0.0
-    """How far its clock is ahead of this one."""
-    round_trip_s: float = 0.0
-    problems: list[str] = field(default_factory=list)
-    link: HostLink | None = None
-    copying: subprocess.Popen[bytes] | None = None
-    """The command that copies the code there."""
-
-    def abandon(self) -> None:
-        """Make whatever waits for this host wait no longer."""
-        if self.copying is not None and self.copying.poll() is None:
-            signal_group(self.copying.pid, signal.SIGKILL)
-        if self.link is not None:
-            self.link.close()
-
-    def note_copying(self, process: subprocess.Popen[bytes]) -> None:
-        """The copying of the code has begun."""
-        self.copying = process
-
-    def blame(self, problem: str) -> None:
-        """Note a problem of this host, by its name, once."""
-        named = f"host {self.host.name}: "
-        line = problem if problem.startswith(named) else named + problem
-        if line not in self.problems:
-            self.problems.append(line)
-
-
 @dataclass(frozen=True)
 class Preflight:
-    """What was found."""
+    """What was found, and the connections that were made: for a launcher to take over, or to be closed."""
 
     checked: tuple[Checked, ...]
+    groups: tuple[tuple[str, ...], ...] = ()
+    """Hosts that share a group which exchanges gradients."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What is not wrong, and to be known."""
+        return [
+            f"{' and '.join(group)} exchange gradients at every step, unencrypted and for anyone who reaches their"
+            " ports (torch.distributed has neither TLS nor passwords): use a private network"
+            for group in self.groups
+        ]
 
     @property
     def problems(self) -> list[str]:
@@ -82,35 +55,43 @@ class Preflight:
         """The hosts as a launcher uses them, once there is no problem."""
         return [agent_site(one.host, one.arrived.path) for one in self.checked if one.arrived is not None]
 
+    @property
+    def links(self) -> list[HostLink]:
+        """The connections to agents that have answered."""
+        return [one.link for one in self.checked if one.link is not None]
 
-def check(inventory: Inventory, *, port: int = 0) -> Preflight:
-    """Ask every host; our code is copied to those that can run it. ``port`` is the server's, 0 for any free one."""
+    def close(self) -> None:
+        """End the agents."""
+        with ThreadPoolExecutor(max_workers=max(1, len(self.links))) as pool:
+            list(pool.map(HostLink.close, self.links))
+
+
+def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement] = ()) -> Preflight:
+    """Ask every host; our code is copied to those that can run it.
+
+    ``port`` is that of a server, or of the first rank of a group, 0 for any free one; ``placements`` are those of the
+    trials that will run.
+    """
+    groups = tuple(dict.fromkeys(placement.hosts for placement in placements if placement.spread))
     checked = tuple(Checked(host) for host in inventory.hosts)
-    content = archive()
+    content, found = archive(), Preflight(checked, groups)
     with ThreadPoolExecutor(max_workers=len(checked)) as pool:
         try:
-            _each(pool, checked, lambda one: _ask(one, content))
+            each(pool, checked, lambda one: _ask(one, content))
             there = [one for one in checked if one.link is not None]
             _find_shared_folders(there)
             server = next((one for one in there if one.host == inventory.server), None)
             if server is not None:
-                _try_port(pool, server, there, port)
-        finally:
-            for one in checked:  # also after Ctrl-C, when the pool's threads still wait for slow hosts
+                try_server(pool, server, there, port)
+            by_name = {one.host.name: one for one in there}
+            for group in groups:
+                if by_name.keys() >= set(group):
+                    try_group(pool, [by_name[name] for name in group], port)
+        except BaseException:  # also Ctrl-C, when the pool's threads still wait for slow hosts
+            for one in checked:
                 one.abandon()
-    return Preflight(checked)
-
-
-def _each(pool: ThreadPoolExecutor, checked: Sequence[Checked], work: Callable[[Checked], None]) -> None:
-    """Do something for every host at the same time; what cannot be done is a problem of that host."""
-
-    def one_by_one(one: Checked) -> None:
-        try:
-            work(one)
-        except LaunchError as error:
-            one.blame(str(error))
-
-    list(pool.map(one_by_one, checked))
+            raise
+    return found
 
 
 def _ask(one: Checked, content: bytes) -> None:
@@ -198,29 +179,3 @@ def _find_shared_folders(there: Sequence[Checked]) -> None:
             one.link.ask("remove", folder=nonce)
         except LaunchError as error:
             one.blame(str(error))
-
-
-def _try_port(pool: ThreadPoolExecutor, server: Checked, there: Sequence[Checked], port: int) -> None:
-    """Whether every host reaches a server that listens where ours will."""
-    assert server.link is not None
-    host, nonce = server.host, secrets.token_hex(16)
-    listen = host.listens_at
-    try:
-        port = port or int(server.link.ask("free_port", address=listen)["port"])
-        server.link.ask("listen", address=listen, port=port, nonce=nonce, seconds=_LISTEN_S)
-    except LaunchError as error:
-        where = host_and_port(listen, port) if port else listen
-        why = str(error).partition(": ")[2]
-        server.blame(why if server.link.lost else f"it cannot listen at {where}: {why}; mend address or listen")
-        return
-
-    def call(one: Checked) -> None:
-        assert one.link is not None
-        try:
-            one.link.ask("call", address=host.reached_at, port=port, nonce=nonce, seconds=_CALL_S)
-        except LaunchError as error:
-            why = str(error).partition(": ")[2]
-            unreached = f"the server's host {host.name} cannot be reached from it: {why}; open the port"
-            one.blame(why if one.link.lost else unreached)
-
-    _each(pool, there, call)

@@ -14,26 +14,28 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import secrets
 import signal
 import socket
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from spes_core import snapshots
 from spes_core.config import RunConfig, to_dict
 from spes_core.protocol import credentials
-from spes_core.runfile import RunFile
+from spes_core.runfile import Meeting, RunFile
 from spes_core.snapshots import ResumePoint
 from workbench.launch import wire
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError, Running, count_running
 from workbench.launch.ports import host_and_port
-from workbench.processes import SERVER, ProcessSpec, plan
+from workbench.processes import ProcessSpec, plan
 
 _READY_TIMEOUT_S = 180.0
 _FLUSH_TIMEOUT_S = 3600.0
@@ -54,15 +56,22 @@ class Site:
     """Address that a server there listens at; None: ``address``."""
     gpus: int = 0
 
+    @property
+    def addresses(self) -> list[str]:
+        """By what ranks on other hosts may reach it, what they would rather first."""
+        return [self.address, self.listen] if self.listen else [self.address]
+
 
 @dataclass(frozen=True)
 class Placement:
     """Which host takes which process of a run, by name."""
 
     server: str
-    """The host of the server, or of the one group where gradients are exchanged."""
+    """The host of the server; of node 0 where there is none."""
     nodes: tuple[str, ...]
-    """The host of each node."""
+    """The host of each node, or of each rank of a group."""
+    is_group: bool = False
+    """Whether all are ranks of one group, which exchange gradients."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -71,8 +80,13 @@ class Placement:
 
     def host_of(self, process: str) -> str:
         """The host of a process or participant, by its name."""
-        kind, _, number = process.partition("-")
-        return self.nodes[int(number.partition("-")[0])] if kind == "node" else self.server
+        _, _, number = process.partition("-")
+        return self.nodes[int(number.partition("-")[0])] if number else self.server
+
+    @property
+    def spread(self) -> tuple[int, ...]:
+        """How many ranks each host has of a group that several share, in order; empty for all else."""
+        return tuple(Counter(self.nodes).values()) if self.is_group and len(self.hosts) > 1 else ()
 
 
 @dataclass
@@ -86,24 +100,52 @@ class _Staged:
     """The connections with which it was put there: one that is made later follows nothing."""
 
 
+@dataclass(frozen=True)
+class _Attempt:
+    """What the hosts of one attempt at a trial have in common."""
+
+    run: RunFile
+    placement: Placement
+    credentials: dict[str, bytes]
+    """New certificates and a join token; nothing of them is kept here."""
+    listen: str
+    """Where the server listens, or the first rank of a group that several hosts share."""
+    call: str
+    """Where the others call it."""
+    device: Literal["auto", "cpu", "cuda"]
+    key: str
+
+
 class RemoteLauncher:
     """Client of the agents on several hosts; may be shared by threads.
 
     When the connection to a host ends, its processes have died with it; `wait_ready` makes it anew.
     """
 
-    def __init__(self, sites: Sequence[Site], place: Callable[[RunConfig], Placement], *, port: int = 0) -> None:
-        """``place`` says where the processes of a run go; ``port`` is the server's, 0 for a free one of its host."""
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        place: Callable[[RunConfig], Placement],
+        *,
+        port: int = 0,
+        links: Iterable[HostLink] = (),
+    ) -> None:
+        """``place`` says where the processes of a run go; ``port`` is the server's, 0 for a free one of its host.
+
+        ``links`` are connections to some of the sites, made already and from now on of this launcher.
+        """
         self._sites = {site.name: site for site in sites}
         self._place, self._port = place, port
-        self._links: dict[str, HostLink] = {}
+        self._links = {link.name: link for link in links}
         self._opening, self._changed = threading.RLock(), threading.Condition()
-        self._running: dict[int, Running] = {}
-        self._links_of: dict[int, HostLink] = {}
-        self._ended = 0
+        self._running: dict[int, tuple[Running, HostLink]] = {}
+        """Those that have not ended, by the number under which their agent knows them."""
+        self._started = self._ended = 0
         self._staged: dict[Path, _Staged] = {}
         self._digests: dict[Path, str] = {}
         """By folder of token files; they do not change while a study runs."""
+        for link in self._links.values():
+            link.hand_over(self._take, self._lose)
 
     # Connections
 
@@ -142,9 +184,8 @@ class RemoteLauncher:
         for thread in threads:
             thread.join()
         with self._changed:
-            for number, process in self._running.items():
-                if process.returncode is None:
-                    self._end(number, -signal.SIGKILL, "the launcher was closed")
+            for number in list(self._running):
+                self._end(number, -signal.SIGKILL, "the launcher was closed")
             self._changed.notify_all()
 
     # Trials
@@ -153,20 +194,18 @@ class RemoteLauncher:
         """See `Launcher`: what each participant's host has for it."""
         placement, folder = self._place(config), _remote_folder(trial_dir)
         whole = to_dict(config)
-        answers = {host: self.link(host).ask("resume_points", folder=folder, config=whole) for host in placement.hosts}
-        told = {host: answer["points"] for host, answer in answers.items()}
-        names = next(iter(told.values()))
-        return {name: ResumePoint(*told[placement.host_of(name)][name]) for name in names}
+        answers = {host: self.link(host).ask("stored", folder=folder, config=whole) for host in placement.hosts}
+        told = {host: answer["stored"] for host, answer in answers.items()}
+        stored = {name: dict(told[placement.host_of(name)][name]) for name in snapshots.participants(config)}
+        return snapshots.resume_points(config, stored)
 
     def stage(self, run: RunFile, trial_dir: Path, points: Mapping[str, ResumePoint]) -> Sequence[ProcessSpec]:
         """See `Launcher`."""
         placement = self._place(run.config)
         links = {host: self.link(host) for host in placement.hosts}
         staged = _Staged(_remote_folder(trial_dir), trial_dir, links)
+        attempt = self._attempt(run, placement)
         by_name: dict[str, ProcessSpec] = {}
-        made = self._credentials(run, placement)
-        address = self._server_address(placement)
-        device = self._device(run, placement)
         with self._changed:
             self._staged[trial_dir] = staged
         for host, link in links.items():
@@ -174,17 +213,15 @@ class RemoteLauncher:
             own = {name: point for name, point in points.items() if placement.host_of(name) == host}
             link.ask("trial", folder=staged.folder, points={n: [p.step, p.events_bytes] for n, p in own.items()})
             work = PurePosixPath(facts["work"])
-            theirs = self._run_file(run, link, work / staged.folder, device)
-            listening = address[0] if host == placement.server else address[1]
-            theirs = replace(theirs, server_address=listening)
-            self._put_run(link, staged.folder, theirs, made, _participants(run.config, placement, host))
+            theirs = self._run_file(attempt, link, work / staged.folder)
+            self._put_run(link, staged.folder, theirs, attempt)
             self._forget(trial_dir, own)
             link.ask("follow", folder=staged.folder, have=_sizes(trial_dir))
             folder, package = Path(str(work / staged.folder)), Path(facts["package"])
-            for spec in plan(theirs, folder, facts["python"], package):
-                if placement.host_of(spec.name) == host:
-                    by_name[spec.name] = replace(spec, host=host)
-        return [by_name[spec.name] for spec in plan(run, trial_dir)]
+            interface = self._interface(placement, link)
+            there = plan(theirs, folder, facts["python"], package, spread=placement.spread, interface=interface)
+            by_name |= {spec.name: replace(spec, host=host) for spec in there if placement.host_of(spec.name) == host}
+        return [by_name[spec.name] for spec in plan(run, trial_dir, spread=placement.spread)]
 
     @staticmethod
     def _forget(trial_dir: Path, points: Mapping[str, ResumePoint]) -> None:
@@ -220,10 +257,10 @@ class RemoteLauncher:
         """Start one process on its host; ``log`` is where its output arrives here. Raises LaunchError."""
         assert spec.host is not None
         with self._changed:
-            number = len(self._running)
-            process = self._running[number] = Running(spec.name, number)
-            staged = self._staged[log.parent.parent]
-            link = self._links_of[number] = staged.links[spec.host]
+            staged, number = self._staged[log.parent.parent], self._started
+            process, link = Running(spec.name, number), staged.links[spec.host]
+            self._running[number] = process, link
+            self._started += 1
         try:
             link.ask(
                 "start",
@@ -236,15 +273,15 @@ class RemoteLauncher:
             )
         except LaunchError as error:
             with self._changed:
-                if process.returncode is None:
-                    self._end(number, -signal.SIGKILL, "")
+                self._end(number, -signal.SIGKILL, "")
             raise LaunchError(f"{spec.name} cannot be started: {error}") from error
         return process
 
     def signal(self, process: Running, number: int) -> None:
         """Signal the process group of a process; nothing happens when it has ended."""
-        link = self._links_of[process.id]
-        if process.returncode is None:
+        with self._changed:
+            _, link = self._running.get(process.id, (process, None))
+        if link is not None:
             with contextlib.suppress(LaunchError):  # a lost host's processes have died with it
                 link.ask("signal", process=process.id, signal=int(number))
 
@@ -269,13 +306,15 @@ class RemoteLauncher:
 
     def _lose(self, link: HostLink) -> None:
         with self._changed:
-            for number, process in self._running.items():
-                if process.returncode is None and self._links_of.get(number) is link:
+            for number, (_, own) in list(self._running.items()):
+                if own is link:
                     self._end(number, -signal.SIGKILL, f"host {link.name} was lost ({link.lost})")
             self._changed.notify_all()
 
     def _end(self, number: int, returncode: int, lost_with: str) -> None:
-        process = self._running[number]
+        if number not in self._running and 0 <= number < self._started:
+            return  # it was given up before its agent knew of its end
+        process, _ = self._running.pop(number)
         self._ended += 1
         process.ended_order, process.returncode = self._ended, returncode
         process.lost_with, process.died_with_launcher = lost_with, bool(lost_with)
@@ -298,14 +337,25 @@ class RemoteLauncher:
     # What hosts are given
 
     def _server_address(self, placement: Placement) -> tuple[str, str]:
-        """Where the server listens, and where the nodes call it."""
+        """`_Attempt.listen` and `_Attempt.call`."""
         site = self._sites[placement.server]
         listen = site.listen or site.address
         port = self._port or self.link(site.name).ask("free_port", address=listen)["port"]
         return host_and_port(listen, port), host_and_port(site.address, port)
 
+    def _attempt(self, run: RunFile, placement: Placement) -> _Attempt:
+        listen, call = self._server_address(placement)
+        made, device = self._credentials(run, placement), self._device(run, placement)
+        return _Attempt(run, placement, made, listen, call, device, secrets.token_hex(8))
+
+    def _interface(self, placement: Placement, link: HostLink) -> str | None:
+        """By which network interface of a host others reach its ranks of a group that they share."""
+        if not placement.spread:
+            return None
+        return str(link.ask("interface", addresses=self._sites[link.name].addresses)["interface"])
+
     def _credentials(self, run: RunFile, placement: Placement) -> dict[str, bytes]:
-        """New certificates and a join token of this attempt; nothing of them is kept here."""
+        """New certificates and a join token of an attempt."""
         if run.config.sync.exchange != "rounds":
             return {}
         address = self._sites[placement.server].address
@@ -318,12 +368,13 @@ class RemoteLauncher:
         if run.device != "auto":
             return run.device
         taken = Counter(placement.nodes)
-        enough = all(self._sites[host].gpus >= n * run.config.parallel.ranks_per_node for host, n in taken.items())
+        each = 1 if placement.is_group else run.config.parallel.ranks_per_node
+        enough = all(self._sites[host].gpus >= n * each for host, n in taken.items())
         return "cuda" if enough else "cpu"
 
-    def _run_file(self, run: RunFile, link: HostLink, folder: PurePosixPath, device: Any) -> RunFile:
+    def _run_file(self, attempt: _Attempt, link: HostLink, folder: PurePosixPath) -> RunFile:
         """run.json as one host needs it; its token files and first weights are put there."""
-        work = folder.parent.parent
+        run, placement, work = attempt.run, attempt.placement, folder.parent.parent
         data, config = Path(run.data_dir), run.config
         where = f"data/{self._digest_of(data)}"
         link.put_folder(data, where)
@@ -333,7 +384,16 @@ class RemoteLauncher:
             link.put_file(weights, there)
             config = replace(config, init=replace(config.init, weights=str(work / there)))
         secret = str(folder / "credentials") if config.sync.exchange == "rounds" else None
-        return replace(run, config=config, data_dir=str(work / where), device=device, credentials=secret)
+        address = attempt.listen if link.name == placement.server else attempt.call
+        return replace(
+            run,
+            config=config,
+            data_dir=str(work / where),
+            server_address=address,
+            device=attempt.device,
+            credentials=secret,
+            meeting=Meeting(address=address, key=attempt.key) if placement.spread else None,
+        )
 
     def _digest_of(self, folder: Path) -> str:
         if folder not in self._digests:
@@ -341,11 +401,12 @@ class RemoteLauncher:
         return self._digests[folder]
 
     @staticmethod
-    def _put_run(link: HostLink, folder: str, run: RunFile, made: Mapping[str, bytes], names: Sequence[str]) -> None:
+    def _put_run(link: HostLink, folder: str, run: RunFile, attempt: _Attempt) -> None:
         """run.json, and of the credentials what the processes of this host show and trust."""
         link.put(f"{folder}/run.json", json.dumps(to_dict(run), indent=1).encode() + b"\n")
+        names = _participants(run.config, attempt.placement, link.name)
         common = ("ca.pem", credentials.TOKEN_FILE)
-        for name, content in made.items():
+        for name, content in attempt.credentials.items():
             if name in common or name.rpartition(".")[0] in names:
                 link.put(f"{folder}/credentials/{name}", content, mode=0o600)
 
@@ -359,7 +420,7 @@ class RemoteLauncher:
 
 
 def _participants(config: RunConfig, placement: Placement, host: str) -> list[str]:
-    names = [SERVER, *(f"node-{node}" for node in range(config.nodes))]
+    names = [*config.servers, *(f"node-{node}" for node in range(config.nodes))]
     return [name for name in names if placement.host_of(name) == host]
 
 
