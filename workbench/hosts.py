@@ -110,7 +110,7 @@ def _print_notes(found: Preflight) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 where something is wrong."""
+    """Command line; 0, 2 where something is wrong, 130 when interrupted."""
     parser = argparse.ArgumentParser(prog="python -m workbench.hosts", description=__doc__.partition(": ")[2])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("template", help="print an example of an inventory")
@@ -130,6 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     found.close()
     _show(found)
     _print_notes(found)

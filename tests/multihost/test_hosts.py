@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import getpass
+import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.processes.test_launch import wait_until
 from workbench import hosts, study
 from workbench.launch.checked import Checked
 from workbench.launch.codecopy import Arrived, archive, deliver
@@ -186,6 +190,21 @@ def test_hosts_without_problems_and_one_that_cannot_reach_the_server(
     assert "host a: it cannot listen at 127.0.0.1:" in capsys.readouterr().err
 
 
+def test_ctrl_c_ends_a_check_whose_host_hangs(tmp_path: Path) -> None:
+    ssh, log = tmp_path / "ssh", tmp_path / "log"
+    ssh.write_text(f"#!/bin/sh\necho $$ >> {shlex.quote(str(log))}\nsleep 600\n", encoding="utf-8")
+    ssh.chmod(0o755)
+    (tmp_path / "hosts.yaml").write_text("hosts: [{name: a, ssh: a, address: a, work_dir: w, python: p}]\n")
+    argv = [sys.executable, "-m", "workbench.hosts", "check", str(tmp_path / "hosts.yaml")]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: log.exists() and bool(log.read_text()), 60)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted\n")
+    assert not psutil.pid_exists(int(log.read_text()))
+
+
 def test_what_facts_are_problems() -> None:
     one = Checked(Host(name="a", ssh="a", address="a", work_dir="w", python="p"), skew_s=-7.0, round_trip_s=0.5)
     one.facts = {"code_digest": "0" * 64, "package": "/old", "free_bytes": 1e6, "gpus": [], "work": "/w"}
@@ -197,12 +216,15 @@ def test_what_facts_are_problems() -> None:
 
 
 def test_versions_are_told_with_both_values() -> None:
-    packages = {name: package_version(name) for name in PACKAGES} | {"torch": "1.0", "numpy": None}
+    packages = {name: package_version(name) for name in PACKAGES} | {
+        "torch": "1.0", "numpy": None, "grpcio": None, "spes-workbench": None,
+    }  # fmt: skip
     told = list(_other_versions(Arrived(path="", was_there=False, python="3.8.1", packages=packages)))
     assert len(told) == 3
     assert "Python 3.8.1 there" in told[0]
-    assert f"torch 1.0 there, {package_version('torch')} here" in told[1]
-    assert "numpy is not installed there" in told[2]
+    missing = f"numpy {package_version('numpy')}, grpcio {package_version('grpcio')}"
+    assert told[1] == f"its Python has no {missing}: install them there, or name another interpreter as python"
+    assert told[2] == f"torch 1.0 there, {package_version('torch')} here: install the same"
 
 
 STUDY = """\

@@ -33,6 +33,7 @@ from workbench.integrity import check_files
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError
 from workbench.launch.local import open_launcher
+from workbench.launch.ports import answer_calls, call, free_port
 from workbench.launch.remote import Placement, RemoteLauncher, Site
 from workbench.stopping import StopRequest
 
@@ -66,6 +67,24 @@ def agent(work: Path, *options: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "workbench.launch.agent", "--work", str(work), *options)
 
 
+def loopback() -> str:
+    """This machine's own address, of IPv6 where it has that."""
+    try:
+        free_port("::1")
+    except OSError:
+        return "127.0.0.1"
+    return "::1"
+
+
+def test_a_port_answers_at_any_kind_of_address() -> None:
+    for address in {"localhost", "127.0.0.1", loopback()}:
+        port = free_port(address, 2)
+        answer_calls(address, port, "nonce", 20)
+        call(address, port, "nonce", 20)
+        with pytest.raises(OSError, match="something else answers"):
+            call(address, port, "other", 20)
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hosts with a blank")
@@ -73,7 +92,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launcher(hosts: Path) -> Iterator[RemoteLauncher]:
-    sites = [Site(name=name, connector=agent(hosts / name), address="127.0.0.1") for name in "abc"]
+    sites = [Site(name=name, connector=agent(hosts / name), address=loopback()) for name in "abc"]
     with RemoteLauncher(sites, lambda run: Placement(("a", "c")[: len(run.servers)], NODES)) as launcher:
         launcher.wait_ready()
         yield launcher
@@ -224,7 +243,7 @@ def test_what_hosts_have_is_kept_until_all_of_it_is_here(
     points = {name: ResumePoint(4, 0) for name in ("server", "node-0", "node-1", "node-2")}
     launcher.stage(run, tmp_path, {**points, "node-3": ResumePoint(0, 0)})
     assert not (tmp_path / "logs/node-3.log").exists() and (tmp_path / "logs/node-0.log").exists()
-    (there,) = (hosts / "a" / "trials").iterdir()
+    there = hosts / "a" / launcher._staged[tmp_path].folder
     (there / "weights").mkdir()
     (there / "weights/final.safetensors").write_bytes(b"new")
     launcher.link("b")._process.kill()

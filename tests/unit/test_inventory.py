@@ -13,6 +13,7 @@ from spes_core.config import ParallelConfig, RunConfig, ServerConfig, SyncConfig
 from workbench.errors import StudyError
 from workbench.hosts import describe
 from workbench.launch.inventory import TEMPLATE, Host, Inventory, PlacementError, agent_site, connector, read_inventory
+from workbench.launch.ports import host_and_port
 
 GRADIENTS = replace(SyncConfig(), exchange="gradients")
 COMMON = "ssh: x, work_dir: /w, python: python3"
@@ -82,6 +83,34 @@ def test_rules_between_hosts_are_told_at_once(tmp_path: Path) -> None:
         "4: hosts[2].ssh (-oProxyCommand=x) must be a destination; options belong in ssh_options",
         "4: hosts[2].name (a) is that of hosts[0] too; give it another",
     ]
+
+
+def test_addresses_and_folders_that_could_only_fail_later_are_refused(tmp_path: Path) -> None:
+    refused = ["10.0.0.1:5200", "[::1]:22", "http://a", "a b", "höst", "fe80::1%eth0", "0.0.0.0", "[::]"]
+    lines = [
+        f"  - {{name: h{i}, address: '{one}', ssh: x, work_dir: /w{i}, python: p}}" for i, one in enumerate(refused)
+    ]
+    lines.append("  - {name: l, address: b, listen: '0.0.0.0:5200', ssh: x, work_dir: ~me/w, python: ~me/p}")
+    found = mistakes(tmp_path, "\n".join(["hosts:", *lines, ""]))
+    shown = [f"{i + 2}: hosts[{i}].address ({one}) " for i, one in enumerate(refused)]
+    shown += [f"10: hosts[8].{name} (" for name in ("listen", "work_dir", "python")]
+    assert [line[: len(start)] for line, start in zip(found, shown, strict=True)] == shown
+    assert "must be a host name or an IP address, without a port" in found[0]
+    assert "is none that others can call; it belongs in listen" in found[6]
+    assert "must begin with / or ~/, or be relative to the home folder" in found[9]
+
+
+def test_an_ipv6_address_is_written_with_brackets_or_without() -> None:
+    for given in ("2001:db8::1", "[2001:db8::1]"):
+        there = host("a", address=given, listen="[::]")
+        assert list(there.problems("h")) == []
+        site = agent_site(there, "/c")
+        assert (site.address, site.listen) == ("2001:db8::1", "::")
+    assert (host_and_port("2001:db8::1", 5), host_and_port("b", 5)) == ("[2001:db8::1]:5", "b:5")
+
+
+def test_more_nodes_than_anyone_counts_cost_no_memory() -> None:
+    assert Inventory((host("a", nodes=10**12),)).place(run(2)).nodes == ("a", "a")
 
 
 def test_an_empty_file_and_an_empty_list_are_refused(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ process outlives the controller, its host, or the link to it. Only paths under D
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import queue
@@ -60,6 +61,8 @@ class Agent:
         self._sent: dict[str, dict[str, int]] = {}
         """By trial folder: how many bytes of each file the controller has."""
         self._answering: list[Answering] = []
+        self._unnamed: set[Path] = set()
+        """Files that are being put, and are not whole yet."""
         self._heard_at_s = time.monotonic()
         self._requests: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
 
@@ -126,11 +129,12 @@ class Agent:
         return {"there": target.exists(), "size_bytes": target.stat().st_size if target.is_file() else None}
 
     def do_put(self, path: str, offset: int = 0, mode: int = 0o644, body: bytes = b"") -> None:
-        """Write bytes of a file at a place in it; at 0 the file is new."""
+        """Write bytes of a file at a place in it; at 0 the file is new. What gets no other name goes with the agent."""
         target = self._inside(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         if offset == 0:
             target.unlink(missing_ok=True)
+            self._unnamed.add(target)
         file = os.open(target, os.O_WRONLY | os.O_CREAT, mode)
         try:
             if os.pwrite(file, body, offset) < len(body):
@@ -139,8 +143,9 @@ class Agent:
             os.close(file)
 
     def do_rename(self, path: str, to: str) -> None:
-        """Give a file or folder that is complete its name."""
+        """Give a file that is complete its name."""
         self._inside(path).replace(self._inside(to))
+        self._unnamed.discard(self._inside(path))
 
     def do_stored(self, folder: str, config: dict[str, Any]) -> Reply:
         """The steps that each participant of a run has stored on this host, with the sizes of its event file then."""
@@ -274,6 +279,9 @@ class Agent:
     def _end(self) -> NoReturn:
         """End at once, whatever the other threads do."""
         self._launcher.close()
+        for path in self._unnamed:
+            with contextlib.suppress(OSError):
+                path.unlink()
         os._exit(0)
 
     def _inside(self, path: str) -> Path:

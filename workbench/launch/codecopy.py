@@ -135,13 +135,14 @@ def deliver(
     is_wanted: Callable[[Arrived], bool] = lambda _: True,
     content: bytes | None = None,
     by_hand: str = "",
+    on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _: None,
     timeout_s: float = 300.0,
 ) -> Arrived:
     """Put our code below ``work`` on a host, unless it is there and right.
 
     ``connector`` makes of a command one that runs it there. Without ``is_wanted`` of what the host said, nothing is
     sent. ``content``: the `archive`, to make it once for many hosts. ``by_hand``: what a user can try where ssh fails.
-    Raises LaunchError, with ssh's own last words.
+    ``on_start`` gets the running command: whoever kills it makes this end. Raises LaunchError, with ssh's last words.
     """
     content = archive() if content is None else content
     asked = {
@@ -154,6 +155,7 @@ def deliver(
     with tempfile.TemporaryFile() as stderr, _running(host, connector((python, "-c", _ONE_LINE)), stderr) as process:
         timer = threading.Timer(timeout_s, signal_group, (process.pid, signal.SIGKILL))
         timer.start()
+        on_start(process)
         try:
             return _converse(process, asked, content, is_wanted)
         except _Ended as end:

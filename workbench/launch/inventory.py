@@ -7,12 +7,14 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 from spes_core.config import LinkConfig, RunConfig
 from spes_core.errors import ConfigError, Problem, SpesError
 from spes_core.structure import build
 from workbench.errors import StudyError
+from workbench.launch.ports import bare, is_host, is_unspecified
 from workbench.launch.remote import Placement, Site
 from workbench.yamlsource import Source, read_yaml
 
@@ -82,10 +84,28 @@ class Host:
                 yield Problem(f"{at}.{name}", "must be some printable text")
         if self.ssh.startswith("-"):
             yield Problem(f"{at}.ssh", f"({self.ssh}) must be a destination; options belong in ssh_options")
+        for name in ("address", "listen"):
+            if (given := getattr(self, name)) and given.isprintable() and not is_host(bare(given)):
+                yield Problem(f"{at}.{name}", f"({given}) must be a host name or an IP address, without a port")
+        if is_unspecified(self.reached_at):
+            yield Problem(f"{at}.address", f"({self.address}) is none that others can call; it belongs in listen")
+        for name, path in (("work_dir", self.work_dir), ("python", self.python)):
+            if path.startswith("~") and path != "~" and not path.startswith("~/"):
+                yield Problem(f"{at}.{name}", f"({path}) must begin with / or ~/, or be relative to the home folder")
         if self.nodes < 0:
             yield Problem(f"{at}.nodes", f"({self.nodes}) must not be negative")
         if self.gpus < 0:
             yield Problem(f"{at}.gpus", f"({self.gpus}) must not be negative")
+
+    @property
+    def reached_at(self) -> str:
+        """`address` without the brackets of IPv6."""
+        return bare(self.address)
+
+    @property
+    def listens_at(self) -> str:
+        """Where a server there listens, without the brackets of IPv6."""
+        return bare(self.listen or self.address)
 
     @property
     def folder(self) -> str:
@@ -118,13 +138,14 @@ class Inventory:
         that share the tensors take the hosts for servers in turn. Where there is no server, the first node's host
         stands for it.
         """
-        room = [host.name for host in self.hosts for _ in range(host.nodes)]
-        if len(room) < config.nodes:
+        room = sum(host.nodes for host in self.hosts)
+        if room < config.nodes:
             raise PlacementError(
-                f"nodes ({config.nodes}) must be at most the {len(room)} that the hosts of {self.path} take together"
+                f"nodes ({config.nodes}) must be at most the {room} that the hosts of {self.path} take together"
                 " (nodes of each host); add hosts, or raise theirs"
             )
-        nodes, ranks = tuple(room[: config.nodes]), config.parallel.ranks_per_node
+        names = chain.from_iterable(repeat(host.name, host.nodes) for host in self.hosts)
+        nodes, ranks = tuple(islice(names, config.nodes)), config.parallel.ranks_per_node
         taken = Counter(nodes)
         for host in self.hosts:
             if taken[host.name]:
@@ -200,4 +221,4 @@ def agent_site(host: Host, code: str) -> Site:
     """The host as a launcher uses it; ``code`` is the folder of our packages there, whatever its home folder holds."""
     program = ("-m", "workbench.launch.agent", "--work", host.folder)
     command = connector(host, ("env", f"PYTHONPATH={code}", "PYTHONSAFEPATH=1", host.interpreter, *program))
-    return Site(name=host.name, connector=command, address=host.address, listen=host.listen, gpus=host.gpus)
+    return Site(name=host.name, connector=command, address=host.reached_at, listen=host.listens_at, gpus=host.gpus)

@@ -24,6 +24,8 @@ MAX_SKEW_S = 2.0
 MIN_FREE_BYTES = 2e9
 _CLOCK_READINGS = 3
 _ANSWER_S = 120.0
+_OURS = "spes-workbench"
+"""The package that is copied, whatever version is installed there."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement
     groups = tuple(dict.fromkeys(placement.hosts for placement in placements if placement.spread))
     checked = tuple(Checked(host) for host in inventory.hosts)
     content, found = archive(), Preflight(checked, groups)
-    try:
-        with ThreadPoolExecutor(max_workers=len(checked)) as pool:
+    with ThreadPoolExecutor(max_workers=len(checked)) as pool:
+        try:
             each(pool, checked, lambda one: _ask(one, content))
             there = [one for one in checked if one.link is not None]
             _find_shared_folders(there)
@@ -86,9 +88,10 @@ def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement
             for group in groups:
                 if by_name.keys() >= set(group):
                     try_group(pool, [by_name[name] for name in group], port)
-    except BaseException:
-        found.close()
-        raise
+        except BaseException:  # also Ctrl-C, when the pool's threads still wait for slow hosts
+            for one in checked:
+                one.abandon()
+            raise
     return found
 
 
@@ -107,7 +110,7 @@ def _ask(one: Checked, content: bytes) -> None:
     # deliver asks this only where the code is missing
     one.arrived = deliver(
         host.name, lambda argv: connector(host, argv), host.interpreter, host.folder, is_wanted=is_wanted,
-        content=content, by_hand=shlex.join(("ssh", *host.ssh_options, host.ssh)),
+        content=content, by_hand=shlex.join(("ssh", *host.ssh_options, host.ssh)), on_start=one.note_copying,
     )  # fmt: skip
     if not one.problems:
         one.problems += [f"host {host.name}: {problem}" for problem in _other_versions(one.arrived)]
@@ -125,10 +128,12 @@ def _other_versions(arrived: Arrived) -> Iterator[str]:
     here = platform.python_version()
     if arrived.python.split(".")[:2] != here.split(".")[:2]:
         yield f"Python {arrived.python} there, {here} here: both must be of the same minor version"
-    for name in PACKAGES:
-        there, own = arrived.packages.get(name), package_version(name)
-        if there != own and name != "spes-workbench":  # our own code is copied
-            yield f"{name} {there or 'is not installed'} there, {own or 'not installed'} here: install the same"
+    both = {name: (arrived.packages.get(name), package_version(name)) for name in PACKAGES if name != _OURS}
+    if missing := [f"{name} {own}" for name, (there, own) in both.items() if there is None and own is not None]:
+        yield f"its Python has no {', '.join(missing)}: install them there, or name another interpreter as python"
+    for name, (there, own) in both.items():
+        if there is not None and there != own:
+            yield f"{name} {there} there, {own or 'not installed'} here: install the same"
 
 
 def _clock(link: HostLink) -> tuple[float, float]:

@@ -35,6 +35,7 @@ from spes_core.snapshots import ResumePoint
 from workbench.launch import wire
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError, Running, count_running
+from workbench.launch.ports import host_and_port
 from workbench.processes import ProcessSpec, plan
 
 _READY_TIMEOUT_S = 180.0
@@ -51,7 +52,7 @@ class Site:
     connector: tuple[str, ...]
     """Command whose stdin and stdout are those of an agent there."""
     address: str
-    """Name or address by which the other hosts reach it."""
+    """Name or IP address by which the other hosts reach it, an IPv6 address without brackets; so is `listen`."""
     listen: str | None = None
     """Address that a server there listens at; None: ``address``."""
     gpus: int = 0
@@ -346,11 +347,12 @@ class RemoteLauncher:
         """`_Attempt.listen` and `_Attempt.call`; servers of one host have consecutive ports."""
         ports = {}
         for host, count in Counter(placement.servers).items():
-            listen = self._sites[host].listen_at
-            first = self._port or self.link(host).ask("free_port", address=listen, count=count)["port"]
+            where = self._sites[host].listen_at
+            first = self._port or self.link(host).ask("free_port", address=where, count=count)["port"]
             ports[host] = itertools.count(first)
         found = [(self._sites[host], next(ports[host])) for host in placement.servers]
-        return tuple(f"{s.listen_at}:{port}" for s, port in found), tuple(f"{s.address}:{port}" for s, port in found)
+        listen = tuple(host_and_port(site.listen_at, port) for site, port in found)
+        return listen, tuple(host_and_port(site.address, port) for site, port in found)
 
     def _attempt(self, run: RunFile, placement: Placement) -> _Attempt:
         listen, call = self._server_addresses(placement)
