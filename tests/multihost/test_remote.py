@@ -250,6 +250,28 @@ def test_an_agent_touches_nothing_outside_its_folder_and_says_what_is_wrong(tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_text_on_a_host_is_told_by_its_bytes_which_are_read_once(tmp_path: Path) -> None:
+    source, there = tmp_path / "text", tmp_path / "w" / "data" / "x"
+    (source / "deep").mkdir(parents=True)
+    for name in ("a.bin", "deep/b.bin", "empty"):
+        (source / name).write_bytes(name.encode() * 3 if name != "empty" else b"")
+    link = HostLink("a", agent(tmp_path / "w"), lambda *_: None, lambda _: None)
+    try:
+        link.put_folder(source, "data/x")
+        first = {path.name: path.stat().st_ino for path in there.rglob("*")}
+        link.put_folder(source, "data/x")
+        assert {path.name: path.stat().st_ino for path in there.rglob("*")} == first, "nothing is sent twice"
+        (there / "deep" / "b.bin").write_bytes(b"deep/b.BIN" * 3)  # of the same size
+        record = next(path for path in (tmp_path / "w" / "digests").iterdir() if "/a.bin" in path.read_text())
+        known = json.loads(record.read_text())
+        record.write_text(json.dumps([*known[:-1], "0" * 64]))
+        link.put_folder(source, "data/x")
+        assert (there / "deep" / "b.bin").read_bytes() == (source / "deep" / "b.bin").read_bytes()
+        assert (there / "a.bin").stat().st_ino != first["a.bin"], "its digest was not read again but remembered"
+    finally:
+        link.close()
+
+
 def test_a_request_that_takes_longer_than_the_lease_costs_no_host(tmp_path: Path) -> None:
     link = HostLink("a", agent(tmp_path, "--lease", "2"), lambda *_: None, lambda _: None, ping_s=0.3)
     try:

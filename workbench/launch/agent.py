@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, NoReturn
 from spes_core import snapshots
 from spes_core.config import from_dict
 from spes_core.errors import SpesError
+from spes_core.filedigest import file_digest
 from spes_core.snapshots import ResumePoint
 from workbench.launch import wire
 from workbench.launch.forkserver import ForkLauncher
@@ -118,9 +119,13 @@ class Agent:
         self._launcher.wait_ready()
 
     def do_has(self, path: str) -> Reply:
-        """Whether a file or folder is there, and the size of a file."""
+        """Whether a file or folder is there."""
+        return {"there": self._inside(path).exists()}
+
+    def do_digest(self, path: str) -> Reply:
+        """SHA-256 of a file, read once for as long as the file stays as it is; None for none."""
         target = self._inside(path)
-        return {"there": target.exists(), "size_bytes": target.stat().st_size if target.is_file() else None}
+        return {"sha256": file_digest(target, self._work / "digests") if target.is_file() else None}
 
     def do_put(self, path: str, offset: int = 0, mode: int = 0o644, body: bytes = b"") -> None:
         """Write bytes of a file at a place in it; at 0 the file is new."""

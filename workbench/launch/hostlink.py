@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from spes_core.filedigest import file_digest
 from workbench.launch import wire
 from workbench.launch.launcher import LaunchError
 
@@ -22,6 +23,7 @@ SILENCE_S = 60.0
 """An agent that says nothing for so long, not even to a ping, is given up."""
 ANSWER_TIMEOUT_S = 60.0
 _CLOSE_S = 10.0
+_DIGEST_TIMEOUT_S = 3600.0
 OnReport = Callable[["HostLink", wire.Message], None]
 
 
@@ -97,12 +99,20 @@ class HostLink:
         self.ask("rename", path=partial, to=path)
 
     def put_file(self, source: Path, path: str) -> None:
-        """Copy a file to the host, unless one of this size is there."""
-        if self.ask("has", path=path).get("size_bytes") == source.stat().st_size:
+        """Copy a file to the host, unless it is there with the same bytes. Raises LaunchError if others arrive."""
+        digest = file_digest(source)
+        if self._digest(path) == digest:
             return
         partial = _partial(path)
         self._send_file(source, partial)
         self.ask("rename", path=partial, to=path)
+        if self._digest(path) != digest:
+            raise LaunchError(f"host {self.name}: {path} has other bytes there than {source}; look after its disk")
+
+    def _digest(self, path: str) -> str | None:
+        """SHA-256 of a file there, which the host remembers; None for none."""
+        found: str | None = self.ask("digest", path=path, timeout_s=_DIGEST_TIMEOUT_S)["sha256"]
+        return found
 
     def _send_file(self, source: Path, path: str) -> None:
         start = 0

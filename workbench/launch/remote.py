@@ -2,7 +2,8 @@
 
 What the processes of a trial need is put under the agent's work folder::
 
-    data/<digest>/        token files, copied once
+    data/<digest>/        token files, copied once, and again where their bytes are others
+    digests/              what the host remembers of their digests
     weights/<digest>      the first weights of runs that start from a file
     trials/<key>/         run.json, credentials/ of this attempt, and what the processes write
 
@@ -28,6 +29,7 @@ from typing import Any, Literal, Self
 
 from spes_core import snapshots
 from spes_core.config import RunConfig, to_dict
+from spes_core.filedigest import file_digest
 from spes_core.protocol import credentials
 from spes_core.runfile import Meeting, RunFile
 from spes_core.snapshots import ResumePoint
@@ -429,7 +431,5 @@ def _digest_of(folder: Path) -> str:
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            total.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
+            total.update(f"{path.relative_to(folder).as_posix()} {file_digest(path)}\n".encode())
     return total.hexdigest()[:32]
