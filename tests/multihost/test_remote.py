@@ -194,6 +194,25 @@ def test_a_host_that_is_lost_ends_the_trial_and_the_same_command_goes_on_with_th
     assert len(steps) == len(set(steps)) > 3
 
 
+def test_a_trial_above_its_memory_limit_is_stopped_on_all_hosts_by_what_they_hold_together(
+    launcher: RemoteLauncher, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    background = Background(launcher, settings, tmp_path / "unlimited", LONG)
+    running = [process for process, _ in launcher._running.values()]
+    wait_until(lambda: launcher.resident_bytes(running) > 0 and len(launcher._held) == 5, 60)
+    by_process = dict(launcher._held)
+    background.request.reason = "enough"
+    background.end()
+    assert launcher.resident_bytes(running) == 0, "those that have ended hold nothing"
+    limit = (sum(by_process.values()) + max(by_process.values())) // 2
+    limited = replace(settings, memory_limit_bytes=limit)
+    result = run_trial(trial(LONG), tmp_path / "limited", limited, launcher)
+    assert result["status"] == "oom", result["error"]
+    assert "GB together, above resources.trial_memory_gb" in result["error"]["message"]
+    for processes in family(launcher).values():
+        assert all("spawner" in " ".join(process.cmdline()) for process in processes[1:])
+
+
 CONTROLLER = """
 import sys, pickle
 from pathlib import Path

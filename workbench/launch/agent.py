@@ -6,6 +6,7 @@ folders under DIR, and sends back what they write. Requests and reports are mess
     request    {"do": NAME, "id": N, ...}               each is answered once, "ping" out of turn with the clock here
     answer     {"event": "answer", "id": N, ...}        with "error" where it failed
     reports    {"event": "exited", "process", "returncode", "died_with_launcher"}
+               {"event": "memory", "held"} with [process, bytes] of each, after "measure"
                {"event": "file", "folder", "path", "offset"} with the bytes that are new there
 
 It ends, and with it all that it has started, when its stdin ends or when nothing came for ``--lease`` seconds: so no
@@ -36,7 +37,7 @@ from workbench.launch import wire
 from workbench.launch.forkserver import ForkLauncher
 from workbench.launch.launcher import Running
 from workbench.launch.ports import Answering, call, free_port, interface_of
-from workbench.machine import available_memory_bytes
+from workbench.machine import available_memory_bytes, resident_bytes
 from workbench.processes import ProcessSpec
 from workbench.provenance import PACKAGES, code_digest, hardware, package_version
 from workbench.trialfolder import cut_back, empty
@@ -187,6 +188,12 @@ class Agent:
         """Signal a process's group."""
         if (running := self._processes.get(process)) is not None:
             self._launcher.signal(running, signal)
+
+    def do_measure(self, processes: list[int]) -> None:
+        """Report the memory that each of some processes holds, with what it started, if it still runs."""
+        running = {number: self._processes.get(number) for number in processes}
+        pids = {number: process.pid for number, process in running.items() if process and process.pid is not None}
+        self._send({"event": "memory", "held": [[number, resident_bytes([pid])] for number, pid in pids.items()]})
 
     def do_interface(self, addresses: list[str]) -> Reply:
         """The network interface that has the first possible of some names or addresses, and its address."""

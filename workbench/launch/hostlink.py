@@ -90,6 +90,10 @@ class HostLink:
             raise LaunchError(f"host {self.name}: {answer['error']}")
         return answer
 
+    def tell(self, do: str, **fields: Any) -> None:
+        """Make a request of which nobody waits for the answer."""
+        self._send(do, b"", fields, is_waited_for=False)
+
     def put(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Write a file of the host; readers find it whole or not at all."""
         partial = _partial(path)
@@ -204,7 +208,7 @@ class HostLink:
     def _ping(self) -> None:
         """Keep the agent's lease, and notice an agent that has become silent (own thread)."""
         while not self._closed.wait(self._ping_s):
-            self._send("ping", b"", {}, is_waited_for=False)
+            self.tell("ping")
             silent_s = time.monotonic() - self._heard_at_s
             if silent_s > self._silence_s:
                 self._gave_up = f"it has said nothing for {silent_s:.0f} s"
