@@ -27,7 +27,7 @@ from workbench.failures import (
 )
 from workbench.follow import EventTail, TrialState
 from workbench.launch.launcher import Launcher, LaunchError, Running, count_running, stop
-from workbench.machine import oom_kills, resident_bytes
+from workbench.machine import oom_kills
 from workbench.processes import GROUP
 from workbench.progress import OnProgress
 from workbench.stopping import Rule, StopRequest, Verdict
@@ -192,7 +192,7 @@ class Watch:
         if limits.memory_bytes is None or now_s - self._measured_at_s < _MEMORY_INTERVAL_S:
             return None
         self._measured_at_s = now_s
-        held = resident_bytes([p.pid for p in self._processes if p.returncode is None and p.pid is not None])
+        held = self._launcher.resident_bytes(self._processes)
         if held <= limits.memory_bytes:
             return None
         message = (

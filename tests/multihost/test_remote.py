@@ -257,6 +257,25 @@ def test_what_hosts_have_is_kept_until_all_of_it_is_here(
         launcher.link(name).ask("remove", folder=f"trials/{there.name}")
 
 
+def test_a_trial_above_its_memory_limit_is_stopped_on_all_hosts_by_what_they_hold_together(
+    launcher: RemoteLauncher, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    background = Background(launcher, settings, tmp_path / "unlimited", LONG)
+    running = [process for process, _ in launcher._running.values()]
+    wait_until(lambda: launcher.resident_bytes(running) > 0 and len(launcher._held) == 5, 60)
+    by_process = dict(launcher._held)
+    background.request.reason = "enough"
+    background.end()
+    assert launcher.resident_bytes(running) == 0, "those that have ended hold nothing"
+    limit = (sum(by_process.values()) + max(by_process.values())) // 2
+    limited = replace(settings, memory_limit_bytes=limit)
+    result = run_trial(trial(LONG), tmp_path / "limited", limited, launcher)
+    assert result["status"] == "oom", result["error"]
+    assert "GB together, above resources.trial_memory_gb" in result["error"]["message"]
+    for processes in family(launcher).values():
+        assert all("spawner" in " ".join(process.cmdline()) for process in processes[1:])
+
+
 CONTROLLER = """
 import sys, pickle
 from pathlib import Path
@@ -308,9 +327,34 @@ def test_an_agent_touches_nothing_outside_its_folder_and_says_what_is_wrong(tmp_
             link.ask("put", b"x", road="a")
         link.put("a b/c", b"1" * 3_000_000)
         assert (tmp_path / "work/a b/c").read_bytes() == b"1" * 3_000_000
+        link.ask("put", b"half", path="half.partial")
+        assert (tmp_path / "work/half.partial").exists()
     finally:
         link.close()
+    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["a b"], "what was never whole is gone"
     assert not (tmp_path / "out").exists()
+
+
+def test_text_on_a_host_is_told_by_its_bytes_which_are_read_once(tmp_path: Path) -> None:
+    source, there = tmp_path / "text", tmp_path / "w" / "data" / "x"
+    (source / "deep").mkdir(parents=True)
+    for name in ("a.bin", "deep/b.bin", "empty"):
+        (source / name).write_bytes(name.encode() * 3 if name != "empty" else b"")
+    link = HostLink("a", agent(tmp_path / "w"), lambda *_: None, lambda _: None)
+    try:
+        link.put_folder(source, "data/x")
+        first = {path.name: path.stat().st_ino for path in there.rglob("*")}
+        link.put_folder(source, "data/x")
+        assert {path.name: path.stat().st_ino for path in there.rglob("*")} == first, "nothing is sent twice"
+        (there / "deep" / "b.bin").write_bytes(b"deep/b.BIN" * 3)  # of the same size
+        record = next(path for path in (tmp_path / "w" / "digests").iterdir() if "/a.bin" in path.read_text())
+        known = json.loads(record.read_text())
+        record.write_text(json.dumps([*known[:-1], "0" * 64]))
+        link.put_folder(source, "data/x")
+        assert (there / "deep" / "b.bin").read_bytes() == (source / "deep" / "b.bin").read_bytes()
+        assert (there / "a.bin").stat().st_ino != first["a.bin"], "its digest was not read again but remembered"
+    finally:
+        link.close()
 
 
 def test_a_request_that_takes_longer_than_the_lease_costs_no_host(tmp_path: Path) -> None:

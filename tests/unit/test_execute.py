@@ -62,7 +62,7 @@ class StandIns:
     def __init__(self, launcher: Launcher, actions: dict[str, tuple[str, ...]]) -> None:
         self.launcher, self.actions, self.started = launcher, actions, []
         self.wait_ready, self.signal = launcher.wait_ready, launcher.signal
-        self.wait, self.close = launcher.wait, launcher.close
+        self.wait, self.close, self.resident_bytes = launcher.wait, launcher.close, launcher.resident_bytes
         self.resume_points, self.stage, self.collect = launcher.resume_points, launcher.stage, launcher.collect
 
     def start(self, spec: ProcessSpec, log: Path) -> Running:

@@ -7,6 +7,7 @@ folders under DIR, and sends back what they write. After its greeting, requests 
     request    {"do": NAME, "id": N, ...}               each is answered once, "ping" out of turn with the clock here
     answer     {"event": "answer", "id": N, ...}        with "error" where it failed
     reports    {"event": "exited", "process", "returncode", "died_with_launcher"}
+               {"event": "memory", "held"} with [process, bytes] of each, after "measure"
                {"event": "file", "folder", "path", "offset"} with the bytes that are new there
 
 It ends, and with it all that it has started, when its stdin ends or when nothing came for ``--lease`` seconds: so no
@@ -32,12 +33,13 @@ from typing import Any, BinaryIO, NoReturn
 from spes_core import snapshots
 from spes_core.config import from_dict
 from spes_core.errors import SpesError
+from spes_core.filedigest import file_digest
 from spes_core.snapshots import ResumePoint
 from workbench.launch import wire
 from workbench.launch.forkserver import ForkLauncher
 from workbench.launch.launcher import Running
 from workbench.launch.ports import Answering, call, free_port, interface_of
-from workbench.machine import available_memory_bytes
+from workbench.machine import available_memory_bytes, resident_bytes
 from workbench.processes import ProcessSpec
 from workbench.provenance import PACKAGES, code_digest, hardware, package_version
 from workbench.trialfolder import cut_back, empty
@@ -124,9 +126,13 @@ class Agent:
         self._launcher.wait_ready()
 
     def do_has(self, path: str) -> Reply:
-        """Whether a file or folder is there, and the size of a file."""
+        """Whether a file or folder is there."""
+        return {"there": self._inside(path).exists()}
+
+    def do_digest(self, path: str) -> Reply:
+        """SHA-256 of a file, read once for as long as the file stays as it is; None for none."""
         target = self._inside(path)
-        return {"there": target.exists(), "size_bytes": target.stat().st_size if target.is_file() else None}
+        return {"sha256": file_digest(target, self._work / "digests") if target.is_file() else None}
 
     def do_put(self, path: str, offset: int = 0, mode: int = 0o644, body: bytes = b"") -> None:
         """Write bytes of a file at a place in it; at 0 the file is new. What gets no other name goes with the agent."""
@@ -190,6 +196,12 @@ class Agent:
         """Signal a process's group."""
         if (running := self._processes.get(process)) is not None:
             self._launcher.signal(running, signal)
+
+    def do_measure(self, processes: list[int]) -> None:
+        """Report the memory that each of some processes holds, with what it started, if it still runs."""
+        running = {number: self._processes.get(number) for number in processes}
+        pids = {number: process.pid for number, process in running.items() if process and process.pid is not None}
+        self._send({"event": "memory", "held": [[number, resident_bytes([pid])] for number, pid in pids.items()]})
 
     def do_interface(self, addresses: list[str]) -> Reply:
         """The network interface that has the first possible of some names or addresses, and its address."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from spes_core.filedigest import file_digest
 from workbench.launch import wire
 from workbench.launch.launcher import LaunchError, signal_group
 
@@ -23,6 +24,7 @@ SILENCE_S = 60.0
 """An agent that says nothing for so long, not even to a ping, is given up."""
 ANSWER_TIMEOUT_S = 60.0
 _CLOSE_S = 10.0
+_DIGEST_TIMEOUT_S = 3600.0
 OnReport = Callable[["HostLink", wire.Message], None]
 
 
@@ -89,6 +91,10 @@ class HostLink:
             raise LaunchError(f"host {self.name}: {answer['error']}")
         return answer
 
+    def tell(self, do: str, **fields: Any) -> None:
+        """Make a request of which nobody waits for the answer."""
+        self._send(do, b"", fields, is_waited_for=False)
+
     def put(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Write a file of the host; readers find it whole or not at all."""
         partial = _partial(path)
@@ -98,12 +104,20 @@ class HostLink:
         self.ask("rename", path=partial, to=path)
 
     def put_file(self, source: Path, path: str) -> None:
-        """Copy a file to the host, unless one of this size is there."""
-        if self.ask("has", path=path).get("size_bytes") == source.stat().st_size:
+        """Copy a file to the host, unless it is there with the same bytes. Raises LaunchError if others arrive."""
+        digest = file_digest(source)
+        if self._digest(path) == digest:
             return
         partial = _partial(path)
         self._send_file(source, partial)
         self.ask("rename", path=partial, to=path)
+        if self._digest(path) != digest:
+            raise LaunchError(f"host {self.name}: {path} has other bytes there than {source}; look after its disk")
+
+    def _digest(self, path: str) -> str | None:
+        """SHA-256 of a file there, which the host remembers; None for none."""
+        found: str | None = self.ask("digest", path=path, timeout_s=_DIGEST_TIMEOUT_S)["sha256"]
+        return found
 
     def _send_file(self, source: Path, path: str) -> None:
         start = 0
@@ -201,7 +215,7 @@ class HostLink:
     def _ping(self) -> None:
         """Keep the agent's lease, and notice an agent that has become silent (own thread)."""
         while not self._closed.wait(self._ping_s):
-            self._send("ping", b"", {}, is_waited_for=False)
+            self.tell("ping")
             silent_s = time.monotonic() - self._heard_at_s
             if silent_s > self._silence_s:
                 self._gave_up = f"it has said nothing for {silent_s:.0f} s"

@@ -19,6 +19,7 @@ from spes_core.config import RunConfig
 from spes_core.errors import SpesError
 from spes_core.runfile import RunFile
 from spes_core.snapshots import ResumePoint
+from workbench.machine import resident_bytes
 from workbench.processes import ProcessSpec, plan
 
 STOP_GRACE_S = 5.0
@@ -71,6 +72,9 @@ class Launcher(Protocol):
     def wait(self, processes: Sequence[Running], timeout_s: float) -> None:
         """Return after ``timeout_s``, or as soon as one more of the processes has ended."""
 
+    def resident_bytes(self, processes: Sequence[Running]) -> int:
+        """Memory that those of the processes that run hold together, with what they started; known after a while."""
+
     def collect(self, trial_dir: Path, *, is_done: bool) -> None:
         """Return when ``trial_dir`` has all that the processes of a run have written for others, once they have ended.
 
@@ -91,6 +95,10 @@ class OnThisHost:
     def stage(self, run: RunFile, trial_dir: Path, points: Mapping[str, ResumePoint]) -> Sequence[ProcessSpec]:
         """See `Launcher`."""
         return plan(run, trial_dir)
+
+    def resident_bytes(self, processes: Sequence[Running]) -> int:
+        """See `Launcher`."""
+        return resident_bytes([p.pid for p in processes if p.returncode is None and p.pid is not None])
 
     def collect(self, trial_dir: Path, *, is_done: bool) -> None:
         """See `Launcher`."""

@@ -2,7 +2,8 @@
 
 What the processes of a trial need is put under the agent's work folder::
 
-    data/<digest>/        token files, copied once
+    data/<digest>/        token files, copied once, and again where their bytes are others
+    digests/              what the host remembers of their digests
     weights/<digest>      the first weights of runs that start from a file
     trials/<key>/         run.json, credentials/ of this attempt, and what the processes write
 
@@ -29,6 +30,7 @@ from typing import Any, Literal, Self
 
 from spes_core import snapshots
 from spes_core.config import RunConfig, to_dict
+from spes_core.filedigest import file_digest
 from spes_core.protocol import credentials
 from spes_core.runfile import Meeting, RunFile
 from spes_core.snapshots import ResumePoint
@@ -147,6 +149,8 @@ class RemoteLauncher:
         self._opening, self._changed = threading.RLock(), threading.Condition()
         self._running: dict[int, tuple[Running, HostLink]] = {}
         """Those that have not ended, by the number under which their agent knows them."""
+        self._held: dict[int, int] = {}
+        """Bytes that each of them holds."""
         self._started = self._ended = 0
         self._staged: dict[Path, _Staged] = {}
         self._digests: dict[Path, str] = {}
@@ -299,12 +303,27 @@ class RemoteLauncher:
             if running:
                 self._changed.wait_for(lambda: count_running(processes) < running, timeout_s)
 
+    def resident_bytes(self, processes: Sequence[Running]) -> int:
+        """See `Launcher`: as agents said last; they are asked anew, and nobody waits for the slowest of them."""
+        by_link: dict[HostLink, list[int]] = {}
+        with self._changed:
+            for process in processes:
+                if process.id in self._running:
+                    by_link.setdefault(self._running[process.id][1], []).append(process.id)
+            held = sum(self._held.get(process.id, 0) for process in processes)
+        for link, numbers in by_link.items():
+            link.tell("measure", processes=numbers)
+        return held
+
     # What agents report
 
     def _take(self, link: HostLink, message: wire.Message) -> None:
         header = message.header
         if header["event"] == "file":
             self._store(header, message.body)
+        elif header["event"] == "memory":
+            with self._changed:
+                self._held |= {number: size for number, size in header["held"] if number in self._running}
         elif header["event"] == "exited":
             with self._changed:
                 gone = f"the fork server on host {link.name} died" if header["died_with_launcher"] else ""
@@ -322,6 +341,7 @@ class RemoteLauncher:
         if number not in self._running and 0 <= number < self._started:
             return  # it was given up before its agent knew of its end
         process, _ = self._running.pop(number)
+        self._held.pop(number, None)
         self._ended += 1
         process.ended_order, process.returncode = self._ended, returncode
         process.lost_with, process.died_with_launcher = lost_with, bool(lost_with)
@@ -455,7 +475,5 @@ def _digest_of(folder: Path) -> str:
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            total.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
+            total.update(f"{path.relative_to(folder).as_posix()} {file_digest(path)}\n".encode())
     return total.hexdigest()[:32]
