@@ -160,25 +160,24 @@ class RemoteLauncher:
         """See `Launcher`."""
         placement = self._place(run.config)
         links = {host: self.link(host) for host in placement.hosts}
-        staged = _Staged(_remote_folder(trial_dir), trial_dir, links)
+        folder = _remote_folder(trial_dir)
         by_name: dict[str, ProcessSpec] = {}
         made = self._credentials(run, placement)
         address = self._server_address(placement)
         device = self._device(run, placement)
-        with self._changed:
-            self._staged[trial_dir] = staged
+        self._remember(folder, trial_dir, links)
         for host, link in links.items():
             facts = link.ask("facts")
             own = {name: point for name, point in points.items() if placement.host_of(name) == host}
-            link.ask("trial", folder=staged.folder, points={n: [p.step, p.events_bytes] for n, p in own.items()})
+            link.ask("trial", folder=folder, points={n: [p.step, p.events_bytes] for n, p in own.items()})
             work = PurePosixPath(facts["work"])
-            theirs = self._run_file(run, link, work / staged.folder, device)
+            theirs = self._run_file(run, link, work / folder, device)
             listening = address[0] if host == placement.server else address[1]
             theirs = replace(theirs, server_address=listening)
-            self._put_run(link, staged.folder, theirs, made, _participants(run.config, placement, host))
-            link.ask("follow", folder=staged.folder, have=_sizes(trial_dir))
-            folder, package = Path(str(work / staged.folder)), Path(facts["package"])
-            for spec in plan(theirs, folder, facts["python"], package):
+            self._put_run(link, folder, theirs, made, _participants(run.config, placement, host))
+            link.ask("follow", folder=folder, have=_sizes(trial_dir))
+            here, package = Path(str(work / folder)), Path(facts["package"])
+            for spec in plan(theirs, here, facts["python"], package):
                 if placement.host_of(spec.name) == host:
                     by_name[spec.name] = replace(spec, host=host)
         return [by_name[spec.name] for spec in plan(run, trial_dir)]
@@ -201,6 +200,11 @@ class RemoteLauncher:
             del self._staged[trial_dir]
         if wrong:
             raise LaunchError("what its processes wrote did not come back: " + "; ".join(wrong))
+
+    def _remember(self, folder: str, trial_dir: Path, links: dict[str, HostLink]) -> None:
+        """That a trial is in a folder of hosts, below each agent's work folder."""
+        with self._changed:
+            self._staged[trial_dir] = _Staged(folder, trial_dir, links)
 
     # Processes
 
@@ -252,6 +256,7 @@ class RemoteLauncher:
         elif header["event"] == "exited":
             with self._changed:
                 gone = f"the fork server on host {link.name} died" if header["died_with_launcher"] else ""
+                self._running[header["process"]].killed_for_memory = bool(header.get("killed_for_memory"))
                 self._end(header["process"], header["returncode"], gone)
                 self._changed.notify_all()
 
