@@ -124,8 +124,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("template", help="print an example of an inventory")
     checking = commands.add_parser("check", help="read an inventory, ask its hosts, and list everything that is wrong")
     checking.add_argument("inventory", type=Path, help="the file, such as hosts.yaml")
-    checking.add_argument("--study", type=Path, help="a study whose trials must find room, too")
-    checking.add_argument("--port", type=int, default=0, help="where the server is to listen (default: a free one)")
+    checking.add_argument(
+        "--study", nargs="+", metavar=("FILE", "key=value"), help="a study whose trials must find room, too"
+    )
+    checking.add_argument(
+        "--port", type=int, default=0, help="where the server, or rank 0, is to listen (default: any)"
+    )
     options = parser.parse_args(arguments)
     if options.command == "template":
         print(TEMPLATE, end="")
@@ -147,13 +151,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2 if problems else 0
 
 
-def _placed(path: Path, inventory: Inventory) -> tuple[dict[str, Placement], dict[str, Room] | None, list[str]]:
-    """Where the trials of a study run, what they need there; and for which there is no room."""
+def _placed(
+    words: Sequence[str], inventory: Inventory
+) -> tuple[dict[str, Placement], dict[str, Room] | None, list[str]]:
+    """Where the trials of a study, given with its overrides, run, and what they need; and which have no room."""
     from workbench.spec import read_study
     from workbench.study import find_corpora
     from workbench.trials import expand
 
-    study = read_study(path)
+    study = read_study(Path(words[0]), words[1:])
     variants = expand(study)
     try:
         placed = placements(study, variants, inventory)
