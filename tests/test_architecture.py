@@ -34,6 +34,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "config",
             "dataconfig",
             "runfile",
+            "torchrun",
             "names",
             "partition",
             "rules",
@@ -145,6 +146,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "processlife",
         "runfile",
         "snapshots",
+        "torchrun",
         "wireformat",
     }
     makes_keys = {"spes_core.protocol.credentials", "spes_core.protocol"}  # needs neither grpc nor torch

@@ -127,9 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checking.add_argument(
         "--study", nargs="+", metavar=("FILE", "key=value"), help="a study whose trials must find room, too"
     )
-    checking.add_argument(
-        "--port", type=int, default=0, help="where the server, or rank 0, is to listen (default: any)"
-    )
+    checking.add_argument("--port", type=int, default=0, help="where the server or rank 0 listens (default: any)")
     options = parser.parse_args(arguments)
     if options.command == "template":
         print(TEMPLATE, end="")
