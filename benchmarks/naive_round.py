@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from spes_core import schedules
-from spes_core.address import ADDRESS_FILE
+from spes_core.address import address_file
 from spes_core.config import RunConfig
 from spes_core.names import expert_tensor, parse_expert
 from spes_core.processlife import die_with_parent
@@ -176,9 +176,9 @@ def main(arguments: list[str] | None = None) -> None:
     server.add_generic_rpc_handlers((NaiveServer(config),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    temporary = path.parent / f"{ADDRESS_FILE}.tmp"
+    temporary = path.parent / f"{address_file()}.tmp"
     temporary.write_text(f"{address}\n{os.getpid()}\n", encoding="utf-8")
-    temporary.replace(path.parent / ADDRESS_FILE)
+    temporary.replace(path.parent / address_file())
     server.wait_for_termination()
 
 

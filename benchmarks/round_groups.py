@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.naive_round import NaiveExchange
-from spes_core.address import ADDRESS_FILE
+from spes_core.address import address_file
 from spes_core.config import RunConfig
 from spes_core.initial import initial_weights
 from spes_core.model.counting import tensor_shapes
@@ -149,7 +149,7 @@ class Group:
             raise RuntimeError(f"a node ended; the server said: {log.strip() or 'nothing'}") from None
 
     def _address(self, output: Path) -> str:
-        path, until_s = self._folder / ADDRESS_FILE, time.monotonic() + _PATIENCE_S
+        path, until_s = self._folder / address_file(), time.monotonic() + _PATIENCE_S
         while not path.exists():
             if self.server.poll() is not None or time.monotonic() > until_s:
                 raise RuntimeError(f"the server does not listen: {output.read_text(encoding='utf-8').strip()}")

@@ -24,9 +24,7 @@ from spes_core.config import ModelConfig, digest, to_dict
 from spes_core.errors import DataError
 from spes_core.runfile import RunFile
 from spes_core.structure import build
-
-VALUES_DIGEST = "values_xxh3"
-"""Metadata key: XXH3-64 (hex) of all values in the file's order."""
+from spes_core.weightsfile import HEX_DIGITS, VALUES_DIGEST, header_bytes
 
 TensorOf = Callable[[str], Tensor]
 """Gives the tensor with a canonical name; may read it from a disk."""
@@ -38,7 +36,6 @@ MODEL = "model"
 """Metadata key: the model section of the configuration, as JSON."""
 
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_HEX_DIGITS = 16
 
 
 class TensorForm(NamedTuple):
@@ -198,7 +195,7 @@ def flush_folder(folder: Path) -> None:
 def _write(
     file: BinaryIO, forms: Mapping[str, TensorForm], values: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]
 ) -> None:
-    header = _header(forms, {**metadata, VALUES_DIGEST: "0" * _HEX_DIGITS})
+    header = _header(forms, {**metadata, VALUES_DIGEST: "0" * HEX_DIGITS})
     file.write(header)
     hasher = xxhash.xxh3_64()
     expected = iter(forms.items())
@@ -215,15 +212,8 @@ def _write(
 
 
 def _header(forms: Mapping[str, TensorForm], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    start = 0
-    for name, form in forms.items():
-        end = start + form.nbytes
-        entries[name] = {"dtype": _CODES[form.dtype], "shape": list(form.shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that values are aligned
-    return len(text).to_bytes(8, "little") + text
+    entries = {name: (_CODES[form.dtype], form.shape, form.nbytes) for name, form in forms.items()}
+    return header_bytes(entries, metadata)
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from spes_core.train.exchange import Exchange, FollowingExchange, LeadingExchang
 from spes_core.train.loop import Place, Training
 from spes_core.train.parallel import Group, Piece
 from spes_core.train.resume import Checkpoints
+from spes_core.train.sharded import ShardedExchange
 from spes_core.train.surroundings import RoundExchange
 from spes_core.train.weights import DividedWeights, LocalWeights, follow
 
@@ -264,15 +266,21 @@ def _train_in_rounds(
 ) -> None:
     config, group, weights = run.config, model.group, model.weights
 
-    def train(exchange: Exchange | LeadingExchange | FollowingExchange) -> None:
+    def train(exchange: RoundExchange) -> None:
         training(run, model, events, node, device, checkpoints, exchange=exchange).run()
 
     if group is not None and group.rank > 0:
         train(FollowingExchange(group, model.pieces))
         return
     exact, experts = flat_initial_weights(config), model.decoder.trained_experts
-    with connect(run, trial_dir, node) as client:
-        exchange = Exchange(client, weights, config.make_partition(), node, config, exact=exact, experts=experts)
+    with ExitStack() as stack:
+        clients = [stack.enter_context(client) for client in connect(run, trial_dir, node)]
+        if len(clients) > 1:
+            tensors = model.decoder.tensors()
+            sharded = ShardedExchange(clients, tensors, node, config, exact=exact, experts=experts)
+            train(stack.enter_context(sharded))
+            return
+        exchange = Exchange(clients[0], weights, config.make_partition(), node, config, exact=exact, experts=experts)
         train(LeadingExchange(exchange, weights) if isinstance(weights, DividedWeights) else exchange)
 
 

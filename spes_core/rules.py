@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
@@ -31,6 +32,7 @@ AT_LEAST_ONE = (
     "sync.interval_steps",
     "merge.num_neighbours",
     "merge.interval_steps",
+    "server.shards",
     "parallel.ranks_per_node",
     "validation.interval_tokens",
     "validation.max_sequences",
@@ -284,6 +286,33 @@ def _round_rules(config: RunConfig) -> Iterator[Problem]:
     if faults.kind != "none" and not 0 <= faults.node < config.nodes:
         yield Problem("faults.node", f"({faults.node}) must be a node of this run: 0 to nodes - 1 = {config.nodes - 1}")
     yield from _aggregate_rules(config)
+    if config.server.shards > 1:
+        yield from _shard_rules(config)
+
+
+def _shard_rules(config: RunConfig) -> Iterator[Problem]:
+    """What several servers cannot do: each decides by itself, from the part of the tensors that it has."""
+    shards, aggregate, ranks = config.server.shards, config.aggregate, config.parallel.ranks_per_node
+    factor = aggregate.quarantine_factor
+    if shards > config.model.num_layers:
+        yield Problem(
+            "server.shards",
+            f"({shards}) must be at most model.num_layers ({config.model.num_layers}): the experts of a layer stay"
+            " together, and further servers would have next to nothing",
+        )
+    a_part = "each server would judge an update by the part that it has"
+    for path, is_broken, rule, reason in (
+        ("round.quorum", config.round.quorum < 1, "must be 1.0", "servers could take different nodes for absent"),
+        ("aggregate.rule", aggregate.rule == "clipped", 'must not be "clipped"', a_part),
+        ("aggregate.quarantine_factor", factor is not None, "must be null", a_part),
+        ("faults.kind", config.faults.kind != "none", 'must be "none"', "a fault is made from a whole update"),
+        ("parallel.ranks_per_node", ranks > 1, "must be 1", "ranks that divide a model pass on one tensor at a time"),
+    ):
+        if is_broken:
+            value = attrgetter(path)(config)
+            shown = f"{value:g}" if isinstance(value, float) else json.dumps(value)
+            rest = f"where server.shards ({shards}) is above 1: {reason}; or set server.shards to 1"
+            yield Problem(path, f"({shown}) {rule} {rest}")
 
 
 def _aggregate_rules(config: RunConfig) -> Iterator[Problem]:

@@ -4,8 +4,11 @@ certificates and a join token (`protocol.credentials`), `status ADDR` asks a ser
 
 Writes its address and process id to server.address, its events to events/server.jsonl, what nodes upload to rounds/
 and the final weights to weights/final.safetensors, all beside RUN.json. Started again, it goes on from its newest
-checkpoint and the uploads stored since. Ends with 0 when every round is closed and delivered, 1 when a round fails,
-when SIGTERM stops it before that or a checkpoint is damaged, 2 when it cannot start.
+checkpoint and the uploads stored since. Where server.shards is S, S processes (`--shard 0` and so on) each do so for a
+part of the tensors, under names of their own (server-0-of-2, rounds-0-of-2); the last one makes the final weights.
+
+Ends with 0 when every round is closed and delivered, 1 when a round fails, when SIGTERM stops it before that or a
+checkpoint is damaged, 2 when it cannot start.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,14 @@ import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from spes_core import snapshots
-from spes_core.address import ADDRESS_FILE, is_host_and_port
+from spes_core.address import address_file, is_host_and_port
 from spes_core.checkpoint import save_final
 from spes_core.config import RunConfig
 from spes_core.errors import ConfigError, DataError, Problem, RoundFailed, file_failure
 from spes_core.events import EventWriter
 from spes_core.initial import initial_weights
 from spes_core.invitation import invite
-from spes_core.model.counting import tensor_shapes
+from spes_core.model.counting import tensor_shapes, tensors_by_shard
 from spes_core.processlife import die_with_parent, end, rss_peak_bytes
 from spes_core.protocol import channel, credentials, status
 from spes_core.protocol.servicer import Opening, SyncServicer, num_threads
@@ -47,8 +49,8 @@ from spes_core.sync.messages import Schema, schema_of
 from spes_core.sync.parameter_server import ParameterServer
 from spes_core.tensorfile import read_tensors, write_tensors
 from spes_core.train.allocator import return_freed_memory
+from spes_core.weightsfile import FINAL, join_parts, part_file
 
-_PARTICIPANT = "server"
 _FAREWELL_S = 5.0
 """How long answers that are under way may take once the server ends."""
 
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="Further commands: credentials DIR, status ADDR; each has a --help of its own.",
     )
     parser.add_argument("run", type=Path, metavar="RUN.json", help="what to run; its folder takes events and address")
+    parser.add_argument("--shard", type=int, default=0, metavar="N", help="which of server.shards (default: 0)")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the parent process ends")
     parser.add_argument("--allow-plaintext", action="store_true", help="listen beyond this machine unencrypted")
     by_hand = parser.add_argument_group("participants with no account here")
@@ -76,11 +79,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = RunFile.load(options.run)
         run = replace(run, allow_plaintext=run.allow_plaintext or options.allow_plaintext)
+        run = _of_shard(run, options.shard)
         run = _with_invitations(run, options.credentials, options.listen, options.public)
         check_servable(run)
         torch.set_num_threads(run.threads)
         return_freed_memory()
-        serve(run, options.run.parent)
+        serve(run, options.run.parent, options.shard)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -93,32 +97,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def serve(run: RunFile, folder: Path) -> None:
-    """Serve the run to its end. Raises ConfigError when the address cannot be used, RoundFailed when a round fails."""
+def serve(run: RunFile, folder: Path, shard: int = 0) -> None:
+    """Serve the run, or a shard's part of its tensors, to its end.
+
+    Raises ConfigError when the address cannot be used, RoundFailed when a round fails.
+    """
     listening = Listening(run, folder)
+    config, names = run.config, tensors_by_shard(run.config)[shard]
+    name = config.servers[shard]
     # Takes the lock of the server's files: before it nothing of them is touched.
-    events = EventWriter(folder / "events" / "server.jsonl")
+    events = EventWriter(folder / "events" / f"{name}.jsonl")
     # A former server's address must not lead this run's nodes astray.
-    (folder / ADDRESS_FILE).unlink(missing_ok=True)
-    standing, first_value = _take_up(run.config, folder)
+    (folder / address_file(name)).unlink(missing_ok=True)
+    shapes = {tensor: shape for tensor, shape in tensor_shapes(config.model).items() if tensor in names}
+    schema, due = schema_of(shapes), checkpoint_steps(config)
+    standing, first_value = _take_up(config, folder, name, schema)
     events.write("start", pid=os.getpid())
     if standing.step:
         events.write("resume", step=standing.step, round=standing.round)
-    schema, due = schema_of(tensor_shapes(run.config.model)), checkpoint_steps(run.config)
-    core = ParameterServer(run.config, schema, first_value, events.write, folder / "rounds", standing, due)
+    rounds_folder = folder / f"rounds{name.removeprefix('server')}"
+    core = ParameterServer(config, schema, first_value, events.write, rounds_folder, standing, due)
     with _StopSignal(core):
         try:
             listening.open(core)
-            _write_atomically(folder / ADDRESS_FILE, f"{listening.address}\n{os.getpid()}\n")
+            _write_atomically(folder / address_file(name), f"{listening.address}\n{os.getpid()}\n")
             events.write("listening", address=listening.address)
-            core.run(lambda standing: _store(run.config, folder, core.state, standing, events.size_bytes))
-            _save_final(run, folder, schema, core.state)
-            core.journal.prune(before=len(round_steps(run.config)) + 1)
+            core.run(lambda standing: _store(config, folder, name, core.state, standing, events.size_bytes))
+            _save_final(run, folder, name, schema, core.state)
+            core.journal.prune(before=len(round_steps(config)) + 1)
         finally:
             listening.close()
             rounds = core.rounds_closed
-            steps = round_steps(run.config)[:rounds]
-            merges = len(set(merge_steps(run.config)) & set(steps))
+            steps = round_steps(config)[:rounds]
+            merges = len(set(merge_steps(config)) & set(steps))
             events.write("end", rounds=rounds, merges=merges, rss_peak_bytes=rss_peak_bytes())
             events.close()
 
@@ -163,6 +174,14 @@ class Listening:
         self._server.stop(_FAREWELL_S).wait()
 
 
+def _of_shard(run: RunFile, shard: int) -> RunFile:
+    """The run as one of its servers serves it: with its own address."""
+    shards = run.config.server.shards
+    if not 0 <= shard < shards:
+        raise _wrong("--shard", f"({shard}) must be from 0 to server.shards - 1 ({shards - 1})")
+    return replace(run, server_address=run.address_of(shard))
+
+
 def _with_invitations(run: RunFile, folder: Path | None, listen: str | None, public: str | None) -> RunFile:
     """The run as it is served; with a folder of credentials every node has an invitation there."""
     run = replace(run, server_address=listen or run.server_address)
@@ -172,6 +191,8 @@ def _with_invitations(run: RunFile, folder: Path | None, listen: str | None, pub
                 "--public", "is written into invitations: give the folder that takes them as --credentials DIR"
             )
         return run
+    if (shards := run.config.server.shards) > 1:
+        raise _wrong("server.shards", f"({shards}) must be 1 with --credentials: an invitation names one server")
     check_servable(replace(run, credentials=str(folder)))
     run, lines = invite(run, folder, public)
     print("\n".join(lines), flush=True)
@@ -192,20 +213,20 @@ def _initial(config: RunConfig) -> Callable[[str], Values]:
     return flat
 
 
-def _take_up(config: RunConfig, folder: Path) -> tuple[Standing, Callable[[str], Values]]:
-    """Where the run stands, and the value of each tensor by name."""
-    step = max(snapshots.stored_steps(config, folder, _PARTICIPANT), default=0)
+def _take_up(config: RunConfig, folder: Path, server: str, schema: Schema) -> tuple[Standing, Callable[[str], Values]]:
+    """Where the run stands, and the value of each of the server's tensors by name."""
+    step = max(snapshots.stored_steps(config, folder, server), default=0)
     if not step:
         return FRESH, _initial(config)
-    manifest, path = snapshots.load(folder, _PARTICIPANT, step)
+    manifest, path = snapshots.load(folder, server, step)
     stored = dict(read_tensors(path))
-    schema = tensor_shapes(config.model)
-    ends = list(accumulate(prod(shape) for shape in schema.values()))
-    start_of = dict(zip(schema, [0, *ends], strict=False))
+    ends = accumulate((spec.num_elements for spec in schema), initial=0)
+    start_of = {spec.name: (start, spec.num_elements) for spec, start in zip(schema, ends, strict=False)}
     values: Values = stored["values"].numpy()
 
     def of_tensor(name: str) -> Values:
-        return values[start_of[name] : start_of[name] + prod(schema[name])]
+        start, size = start_of[name]
+        return values[start : start + size]
 
     kept: dict[str, Values] = {
         name: stored[name].clone().numpy() for name in ("momentum", "residual") if name in stored
@@ -220,14 +241,16 @@ def _take_up(config: RunConfig, folder: Path) -> tuple[Standing, Callable[[str],
     return standing, of_tensor
 
 
-def _store(config: RunConfig, folder: Path, state: GlobalState, standing: Standing, events_bytes: int) -> None:
+def _store(
+    config: RunConfig, folder: Path, server: str, state: GlobalState, standing: Standing, events_bytes: int
+) -> None:
     """Store the global weights and what goes with them; all stay as they are meanwhile."""
     arrays = {"values": state.values, "momentum": standing.momentum, "residual": standing.residual}
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items() if array is not None}
     try:
         snapshots.store(
             config,
-            snapshots.folder_of(folder, _PARTICIPANT),
+            snapshots.folder_of(folder, server),
             lambda path: write_tensors(path, tensors),
             step=standing.step,
             round=standing.round,
@@ -241,10 +264,15 @@ def _store(config: RunConfig, folder: Path, state: GlobalState, standing: Standi
         ) from error
 
 
-def _save_final(run: RunFile, folder: Path, schema: Schema, state: GlobalState) -> None:
-    """Keep the global weights of the end of the run."""
+def _save_final(run: RunFile, folder: Path, server: str, schema: Schema, state: GlobalState) -> None:
+    """Keep the global weights of the end of the run; of several servers the last one makes one file of them."""
     tensors = {spec.name: torch.from_numpy(state.tensor(index)).view(spec.shape) for index, spec in enumerate(schema)}
-    save_final(run, folder, tensors, "final.safetensors")
+    servers = run.config.servers
+    if len(servers) == 1:
+        save_final(run, folder, tensors, FINAL)
+        return
+    save_final(run, folder, tensors, part_file(server))
+    join_parts(folder / "weights", servers, list(tensor_shapes(run.config.model)))
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 from spes_core.config import RunConfig, digest
 from spes_core.errors import DataError
+from spes_core.schedules import checkpoint_steps
 
 SCHEMA = 1
 
@@ -72,10 +74,10 @@ def participants(config: RunConfig) -> list[str]:
 
 
 def _models(config: RunConfig) -> list[list[str]]:
-    """Who keeps a copy of the global model together: the server alone, and the ranks of each node."""
+    """Who keeps a copy of the global model (or of a part) together: each server alone, and the ranks of each node."""
     ranks = range(config.parallel.ranks_per_node)
     by_node = [[node_name(config, node, rank) for rank in ranks] for node in range(config.nodes)]
-    return [["server"], *by_node] if config.sync.exchange == "rounds" else by_node
+    return [*([name] for name in config.servers), *by_node]
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,22 @@ def all_stored(config: RunConfig, trial_dir: Path) -> dict[str, Stored]:
         steps = stored_steps(config, trial_dir, name)
         found[name] = {step: manifest(trial_dir, name, step).events_bytes for step in steps}
     return found
+
+
+def apart(config: RunConfig, points: Mapping[str, ResumePoint]) -> tuple[str, str] | None:
+    """Two participants that cannot go on together from these points, the one that is behind first; None when all can.
+
+    A participant that has what it stored is at most one checkpoint from any other: one that is further behind has lost
+    some, with its disk or its host, and the rounds that it would repeat are gone. Below quorum 1.0 a node may be late,
+    but the server may not. ``config`` says when checkpoints were stored.
+    """
+    if not points or config.sync.exchange != "rounds":
+        return None
+    due = checkpoint_steps(config)
+    place = {name: bisect_right(due, point.step) for name, point in points.items()}
+    first, last = min(place, key=place.__getitem__), max(place, key=place.__getitem__)
+    behind = "server" if config.round.quorum < 1.0 else first
+    return (behind, last) if place[last] - place[behind] > 1 else None
 
 
 def resume_step(config: RunConfig, trial_dir: Path, participant: str) -> int:

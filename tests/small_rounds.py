@@ -122,12 +122,13 @@ def make_server(
     folder: Path | None = None,
     standing: Standing = FRESH,
     initial: Callable[[str], np.ndarray] | None = None,
+    schema: Schema | None = None,
 ) -> ParameterServer:
-    """A server core for the run, which keeps its rounds in ``folder`` or in a folder that ends with it."""
+    """A server core for the run, or for the part that ``schema`` is; its rounds lie in ``folder``, or end with it."""
     temporary = None if folder else tempfile.TemporaryDirectory()
     server = ParameterServer(
         config,
-        small_schema(config),
+        schema or small_schema(config),
         initial or initial_values(config),
         recorder or Recorder(),
         folder or Path(temporary.name),  # type: ignore[union-attr]

@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "torchrun",
             "names",
             "partition",
+            "sharding",
             "rules",
             "mixrules",
             "schedules",
@@ -47,6 +48,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "processlife",
             "address",
             "snapshots",
+            "weightsfile",
         ),
         (*THIRD_PARTY, *EDGES, *TRAINING, "spes_core.model", "spes_core.sync", "spes_core.protocol"),
     ),
@@ -145,8 +147,10 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "data",
         "processlife",
         "runfile",
+        "sharding",
         "snapshots",
         "torchrun",
+        "weightsfile",
         "wireformat",
     }
     makes_keys = {"spes_core.protocol.credentials", "spes_core.protocol"}  # needs neither grpc nor torch

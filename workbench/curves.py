@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -57,14 +57,28 @@ def validation_curve(config: RunConfig, recording: Recording) -> list[dict[str, 
 
 
 def experts_curve(config: RunConfig, recording: Recording) -> list[dict[str, Any]]:
-    """One point per "experts" event of the server: mean cosine over pairs of experts, by layer and over layers."""
+    """One point per "experts" event of the server: mean cosine over pairs of experts, by layer and over layers.
+
+    Of several servers each tells of the layers that it has, and a point needs them all.
+    """
     points = []
-    for step, event in newest(recording.server, "experts", "step").items():
-        by_layer = [as_float(value) for value in event["similarity"]]
+    by_server = [newest(events, "experts", "step") for events in recording.servers]
+    for step in sorted({step for told in by_server for step in told}):
+        events = [told[step] for told in by_server if step in told]
+        if len(events) < sum(map(bool, by_server)):
+            continue
+        pairs = [pair for event in events for pair in zip(_layers_of(event), event["similarity"], strict=True)]
+        by_layer = [as_float(value) for _, value in sorted(pairs, key=lambda pair: pair[0])]
         mean = sum(by_layer) / len(by_layer)
         tokens = step * config.tokens_per_step
         points.append({"step": step, "tokens": tokens, "similarity": mean, "similarity_by_layer": by_layer})
     return points
+
+
+def _layers_of(event: Event) -> Iterable[int]:
+    """The layers that an "experts" event tells of; all, in order, where it is older than several servers."""
+    layers: Iterable[int] = event.get("layers", range(len(event["similarity"])))
+    return layers
 
 
 def validated_domains(point: Mapping[str, Any]) -> list[str]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from spes_core.errors import DataError
+from spes_core.weightsfile import recorded_digest
 from workbench.durable import read_mapping, write_json
 from workbench.evaluating_tasks import Copy, Task, find_copy
 from workbench.settings import Evaluation
-from workbench.weightsfile import recorded_digest
 
 FILE = "evaluation.json"
 HF_FILE = "evaluation-hf.json"

@@ -26,6 +26,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from spes_core import snapshots
+from spes_core.config import RunConfig
+from spes_core.errors import ConfigError
 from spes_core.runfile import RunFile
 from spes_core.snapshots import ResumePoint
 from workbench.durable import read_json, read_mapping, write_json
@@ -125,9 +128,15 @@ def keep_resumable(
 ) -> dict[str, ResumePoint]:
     """Leave in the trial's folder what its processes can go on from, and nothing else; where, empty for a fresh start.
 
-    Nodes that never exchange go on each from its own checkpoint; the earliest counts.
+    Nodes that never exchange go on each from its own checkpoint; the earliest counts. Where one has lost what the
+    others would need of it, the trial starts anew: its bits are those of a run that never stopped, or none.
     """
     points = launcher.resume_points(trial.config, trial_dir) if _is_of(trial, trial_dir, settings) else {}
+    if lost := snapshots.apart(_former_config(trial, trial_dir), points):
+        behind, ahead = (f"{name} at step {points[name].step}" for name in lost)
+        why = f"its newest checkpoints are too far apart ({behind}, {ahead})"
+        print(f"{trial.name}: starts anew: {why}; was a host replaced, or a folder removed?", flush=True)
+        points = {}
     if not any(point.step for point in points.values()):
         empty(trial_dir)
         return {}
@@ -135,11 +144,22 @@ def keep_resumable(
     return points
 
 
+def _former_config(trial: Trial, trial_dir: Path) -> RunConfig:
+    """The trial as its last attempt had it: checkpoints may be due at other steps now."""
+    try:
+        return RunFile.load(trial_dir / "run.json").config
+    except ConfigError:
+        return trial.config
+
+
 def _is_of(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> bool:
-    """Whether the folder holds an earlier run of this trial by the same code on the same data."""
+    """Whether the folder holds an earlier run of this trial by the same code on the same data, with as many servers:
+    each has stored its own part of the weights.
+    """
     try:
         about = read_json(trial_dir / "trial.json") or {}
-    except ValueError:
+        servers = RunFile.load(trial_dir / "run.json").config.server
+    except ValueError:  # ConfigError is one too
         return False
     header = read_json(settings.data_dir / "header.json") or {}
     code = settings.provenance.get("code_digest")
@@ -147,6 +167,7 @@ def _is_of(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> bool:
         about.get("trial", {}).get("id") == trial.id
         and about.get("provenance", {}).get("code_digest") == code
         and about.get("data") == header
+        and servers == trial.config.server
     )
 
 

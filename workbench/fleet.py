@@ -2,9 +2,10 @@
 
 A round: every node computes H steps at its own speed, sends what it trains, and receives what it lacks: the experts of
 a layer once everyone has sent those of that layer, while later ones are still on their way up. A server's link serves
-transfers in the order in which they begin, and is never idle while one waits. S shards hold 1/S of every node's bytes
-each. In a tree each server has fan_out children and passes on the shared tensors once for its whole subtree, and every
-expert of it; transfers are pipelined, so the slowest level counts, and each level adds a round trip.
+transfers in the order in which they begin, and is never idle while one waits. Shards have the tensors that
+`sharding.deal` gives them, and the one with the most bytes counts. In a tree each server has fan_out children and
+passes on the shared tensors once for its whole subtree, and every expert of it; transfers are pipelined, so the slowest
+level counts, and each level adds a round trip.
 
 Not simulated: encoding, aggregation, merges, slow starts of connections, correlation of failures. Numbers are drawn
 from a seed; spreads are the standard deviation of the logarithm around the stated value.
@@ -25,6 +26,7 @@ from spes_core.link import Direction, rate_bytes_per_s
 from spes_core.model.counting import tensor_shapes
 from spes_core.names import expert_of, layer_of
 from spes_core.partition import make_partition
+from spes_core.sharding import deal, moved_values
 from spes_core.wireformat import FORMATS
 from workbench.costs import step_s
 
@@ -43,7 +45,7 @@ class Fleet:
     server_mbps: float | None = None
     """Link of each server, each direction, in 10^6 bits a second; None: no limit."""
     shards: int = 1
-    """Servers that share the tensors."""
+    """Servers that share the tensors (server.shards)."""
     fan_out: int | None = None
     """Children of each server of a tree; None: all nodes talk to the shards themselves."""
     speed_spread: float = 0.0
@@ -194,7 +196,7 @@ class _Network:
         self._sizes, self._up_s, self._down_s, self._fleet = sizes, up_s, down_s, fleet
         self._groups = _groups(config)
         server = LinkConfig(uplink_mbps=fleet.server_mbps, downlink_mbps=fleet.server_mbps)
-        self._rate = rate_bytes_per_s(server, "up") * (1 if fleet.fan_out else fleet.shards)
+        self._rate = rate_bytes_per_s(server, "up") * (1 if fleet.fan_out else _times_one_server(config, fleet))
         self._rtt_s = config.link.rtt_ms / 1e3
 
     def transfer(self, present: NDArray[np.bool_], ready_s: Array, last_s: float) -> tuple[float, float]:
@@ -250,6 +252,15 @@ class _Network:
         while reach < nodes:
             levels, reach = levels + 1, reach * self._fleet.fan_out
         return levels
+
+
+def _times_one_server(config: RunConfig, fleet: Fleet) -> float:
+    """All bytes of a round over those of the server that has most: at most the number of shards."""
+    partition = make_partition(config.partition.kind, config.model.num_experts, fleet.nodes)
+    shapes, all_changed = tensor_shapes(config.model), config.outer.kind != "none"
+    moved = moved_values(shapes, partition, all_changed=all_changed)
+    dealt = deal(shapes, fleet.shards, partition, all_changed=all_changed)
+    return sum(moved.values()) / max(sum(moved[name] for name in names) for names in dealt)
 
 
 @dataclass(frozen=True, kw_only=True)

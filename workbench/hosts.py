@@ -107,9 +107,16 @@ def describe(placed: dict[str, Placement]) -> list[str]:
             nodes.setdefault(host, []).append(str(number))
         what = "ranks" if placement.is_group else "nodes"
         shown = [f"{what} {', '.join(numbers)} on {host}" for host, numbers in nodes.items()]
-        lead = [] if placement.is_group else [f"server on {placement.server}"]
+        lead = [] if placement.is_group else [_servers(placement)]
         lines.append(f"{count} trials: {'; '.join([*lead, *shown])}")
     return lines
+
+
+def _servers(placement: Placement) -> str:
+    if len(placement.servers) == 1:
+        return f"server on {placement.servers[0]}"
+    by_host = Counter(placement.servers)
+    return "servers: " + ", ".join(f"{count} on {host}" for host, count in by_host.items())
 
 
 def _print_notes(found: Preflight) -> None:
@@ -118,7 +125,7 @@ def _print_notes(found: Preflight) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; 0, or 2 where something is wrong."""
+    """Command line; 0, 2 where something is wrong, 130 when interrupted."""
     parser = argparse.ArgumentParser(prog="python -m workbench.hosts", description=__doc__.partition(": ")[2])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("template", help="print an example of an inventory")
@@ -140,6 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     found.close()
     _show(found)
     _print_notes(found)

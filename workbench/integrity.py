@@ -12,8 +12,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from spes_core.config import RunConfig
 from spes_core.errors import DataError, SpesError
+from spes_core.model.counting import tensors_by_shard
 from spes_core.runfile import RunFile
+from spes_core.sharding import joined_digest
+from spes_core.weightsfile import FINAL, recorded_digest, values_digest
 from workbench.durable import read_json, read_mapping
 from workbench.evaluating_scores import FILE as EVALUATION
 from workbench.evaluating_scores import weights_digests, weights_files
@@ -22,7 +26,6 @@ from workbench.recording import Recording
 from workbench.results import build_result
 from workbench.trials import identity
 from workbench.verdict import Check, equal
-from workbench.weightsfile import recorded_digest, values_digest
 
 MANIFEST = "manifest.json"
 """Of an exported study: the SHA-256 of every file (`workbench.export`)."""
@@ -98,6 +101,7 @@ def _identity_check(trial_dir: Path) -> Check:
 
 def _digest_checks(trial_dir: Path, recording: Recording) -> Iterator[Check]:
     """Server and nodes name the same weights after every round, and the final weights are those of the last."""
+    config = RunFile.load(trial_dir / "run.json").config
     server = {event["round"]: event.get("digest") for event in recording.server_rounds()}
     for node in recording.nodes:
         own = {event["round"]: event.get("digest") for event in recording.rounds_of_node(node)}
@@ -108,10 +112,10 @@ def _digest_checks(trial_dir: Path, recording: Recording) -> Iterator[Check]:
             name = f"weights of node {node}"
             yield Check(name=name, stored=f"{len(server)} rounds", found=found, rule=rule, passed=not apart)
     for path in sorted((trial_dir / "weights").glob("*.safetensors")):
-        yield from _weights_checks(path, server[max(server)] if server else None)
+        yield from _weights_checks(path, server[max(server)] if server else None, config)
 
 
-def _weights_checks(path: Path, last_digest: str | None) -> Iterator[Check]:
+def _weights_checks(path: Path, last_digest: str | None, config: RunConfig) -> Iterator[Check]:
     name = f"weights/{path.name}"
     try:
         recorded, found = recorded_digest(path), values_digest(path)
@@ -119,7 +123,9 @@ def _weights_checks(path: Path, last_digest: str | None) -> Iterator[Check]:
         yield Check(name=name, stored="-", found=str(error), rule="a whole weights file", passed=False)
         return
     yield equal(name, recorded, found, "values have the digest in the header")
-    if last_digest is not None and path.name == "final.safetensors":
+    if last_digest is not None and path.name == FINAL:
+        if len(config.servers) > 1:
+            found = joined_digest([values_digest(path, names) for names in tensors_by_shard(config)])
         yield equal(name, last_digest, found, "the weights after the last round")
 
 

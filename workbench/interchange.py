@@ -83,7 +83,11 @@ def export_compose(
 
 
 def _trials(study: Study, variants: Sequence[Variant], corpora: Mapping[Corpus, PreparedCorpus]) -> list[Trial]:
-    return identify(study, variants, lambda corpus: corpora[corpus].header.digest)
+    trials = identify(study, variants, lambda corpus: corpora[corpus].header.digest)
+    if wrong := next((trial for trial in trials if len(trial.config.servers) > 1), None):
+        shown = f"({wrong.config.server.shards}, in {wrong.name})"
+        raise StudyError([f"server.shards {shown} must be 1: what is exported has one server; it changes no bit"])
+    return trials
 
 
 def _folder_of(out: Path) -> Path:

@@ -49,7 +49,7 @@ METRICS: dict[str, Metric] = {
     "mem/trained_state_gb": Metric("GB", "weights, gradients and moments together, largest node"),
     "mem/rss_peak_gb": Metric("GB", "largest resident set of a node process, largest node"),
     "mem/cuda_peak_gb": Metric("GB", "largest CUDA memory allocated by a node process, largest node"),
-    "mem/server_rss_peak_gb": Metric("GB", "largest resident set of the server process"),
+    "mem/server_rss_peak_gb": Metric("GB", "largest resident set of a server process"),
     "perf/tokens_per_s": Metric("tokens/s", "all nodes, with synchronization, without validation"),
     "perf/tokens_per_s_compute": Metric("tokens/s", "all nodes, forward, backward and optimizer only"),
     "perf/share_compute": Metric("1", "share of a node's time without validation: forward, backward, optimizer"),

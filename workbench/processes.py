@@ -11,8 +11,6 @@ import spes_core
 from spes_core.runfile import RunFile
 from spes_core.torchrun import group_argv, group_environment
 
-SERVER = "server"
-"""Name of the process that holds the parameter server."""
 GROUP = "torchrun"
 """Name of the process that starts the ranks of a process group; where several hosts share it, with the first rank."""
 
@@ -22,7 +20,8 @@ class ProcessSpec:
     """One process to start on this host: what a launcher needs and nothing else."""
 
     name: str
-    """Unique in the trial: "server", "node-0", ... (a process, or a torchrun), "torchrun", "torchrun-4"."""
+    """Unique in the trial: "server" or "server-0-of-2", ...; "node-0", ... (a process, or a torchrun); "torchrun",
+    "torchrun-4", ..."""
     argv: tuple[str, ...]
     """Command line; the first word is a Python interpreter."""
     env: dict[str, str]
@@ -47,11 +46,11 @@ def plan(
 ) -> list[ProcessSpec]:
     """The processes of a run whose run.json lies in ``trial_dir``, in the order in which they are started.
 
-    Rounds need one server and N nodes; gradients need one group of nodes × parallel.ranks_per_node ranks and no server;
-    without any exchange there are N nodes. A node of several ranks is a torchrun group of its own. All paths are those
-    of the host where the processes run: ``package`` is the folder of spes_core there. Where several hosts share the
-    group of gradients, ``spread`` has the number of ranks of each, in order, and each has a torchrun of its own;
-    ``interface`` is that of this host by which the others reach it.
+    Rounds need one server (or server.shards) and N nodes; gradients need one group of nodes × parallel.ranks_per_node
+    ranks and no server; without any exchange there are N nodes. A node of several ranks is a torchrun group of its own.
+    All paths are those of the host where the processes run: ``package`` is the folder of spes_core there. Where several
+    hosts share the group of gradients, ``spread`` has the number of ranks of each, in order, and each has a torchrun of
+    its own; ``interface`` is that of this host by which the others reach it.
     """
     run_file = str(trial_dir.absolute() / "run.json")
     exchange, env = run.config.sync.exchange, environment(run)
@@ -66,8 +65,11 @@ def plan(
             argv = group_argv(python, package, trial_dir.absolute(), ranks, name)
         node_env = env | group_environment() if ranks > 1 else env
         nodes.append(ProcessSpec(name=name, argv=(*argv, "--node", str(node)), env=node_env))
-    server = ProcessSpec(name=SERVER, argv=(python, "-m", "spes_core.server", run_file), env=env)
-    return [server, *nodes] if exchange == "rounds" else nodes
+    servers = []
+    for shard, name in enumerate(run.config.servers):
+        which = ("--shard", str(shard)) if shard else ()
+        servers.append(ProcessSpec(name=name, argv=(python, "-m", "spes_core.server", run_file, *which), env=env))
+    return [*servers, *nodes]
 
 
 def _groups(

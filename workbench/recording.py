@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_core.events import read_events
+from spes_core.sharding import joined_digest
 
 Event = dict[str, Any]
 
@@ -20,7 +21,9 @@ class Recording:
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("node-*.jsonl"), key=lambda path: int(path.stem.removeprefix("node-")))
         self.nodes = {int(path.stem.removeprefix("node-")): list(read_events(path)) for path in files}
-        self.server = list(read_events(folder / "server.jsonl"))
+        servers = sorted(folder.glob("server*.jsonl"), key=_shard_of)
+        self.servers = [list(read_events(path)) for path in servers]
+        """By server: several share the tensors of a run where server.shards is above 1."""
 
     def last_by_node(self, kind: str) -> dict[int, Event]:
         """The newest event of one kind of each node that has one."""
@@ -40,8 +43,28 @@ class Recording:
         return list(newest(self.nodes[node], "round", "round").values())
 
     def server_rounds(self) -> list[Event]:
-        """The rounds that the server completed, ascending."""
-        return list(newest(self.server, "round", "round").values())
+        """The rounds that the server (or all of several) completed, ascending."""
+        by_server = [newest(events, "round", "round") for events in self.servers]
+        complete = set.intersection(*map(set, by_server)) if by_server else set()
+        return [_joined_round([rounds[index] for rounds in by_server]) for index in sorted(complete)]
+
+
+def _shard_of(path: Path) -> int:
+    return int(path.stem.split("-")[1]) if "-" in path.stem else 0
+
+
+def _joined_round(events: list[Event]) -> Event:
+    """What several servers tell of one round: bytes together, times of the slowest, one digest."""
+    if len(events) == 1:
+        return events[0]
+    sums = {
+        field: {node: sum(event[field][node] for event in events) for node in events[0][field]}
+        for field in events[0]
+        if field.endswith("_bytes")
+    }
+    slowest = {field: max(event[field] for event in events) for field in events[0] if field.endswith("_s")}
+    digest = joined_digest([str(event.get("digest")) for event in events])
+    return {**events[0], **sums, **slowest, "digest": digest}
 
 
 def of_kind(events: list[Event], kind: str) -> Iterator[Event]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from spes_core.config import RunConfig
+from spes_core.weightsfile import values_digest
 from workbench.recording import Recording
 from workbench.verdict import Check, equal, text, within
-from workbench.weightsfile import values_digest
 
 LOSS_TOLERANCE = 0.02
 """Largest relative distance between losses where equal bits cannot be asked for."""

@@ -20,7 +20,7 @@ from workbench.evaluating_scores import FILE as EVALUATION
 from workbench.evaluating_scores import read_scores, with_scores
 from workbench.metrics import is_metric
 from workbench.plan import round_transfer_s
-from workbench.recording import Recording, largest, last, mean_of, total
+from workbench.recording import Recording, largest, last, mean_of, of_kind, total
 
 GB = 1e9
 _TIMES = ("compute", "data", "serialise", "transfer", "wait", "aggregate", "merge", "validate")
@@ -146,8 +146,7 @@ def memory_metrics(recording: Recording) -> dict[str, float | None]:
         metrics[f"mem/{part}_gb"] = _gb(largest(event[f"{part}_bytes"] for event in events))
     states = (sum(event[f"{part}_bytes"] for part in _TRAINED_STATE) for event in events)
     metrics["mem/trained_state_gb"] = _gb(largest(states))
-    end = last(recording.server, "end")
-    metrics["mem/server_rss_peak_gb"] = _gb(end["rss_peak_bytes"] if end else None)
+    metrics["mem/server_rss_peak_gb"] = _gb(server_rss_peak_bytes(recording))
     return metrics
 
 
@@ -236,9 +235,15 @@ def mean_times(recording: Recording) -> dict[str, float]:
 
 def server_summary(recording: Recording) -> dict[str, Any]:
     """What only the server knows."""
-    end = last(recording.server, "end")
-    refusals = [{"node": e["node"], "reason": e["reason"]} for e in recording.server if e["kind"] == "refusal"]
-    return {"rss_peak_bytes": end["rss_peak_bytes"] if end else None, "refusals": refusals}
+    told = [event for events in recording.servers for event in of_kind(events, "refusal")]
+    refusals = [{"node": event["node"], "reason": event["reason"]} for event in told]
+    return {"rss_peak_bytes": server_rss_peak_bytes(recording), "refusals": refusals}
+
+
+def server_rss_peak_bytes(recording: Recording) -> int | None:
+    """Largest resident set of a server process; None before one has ended."""
+    ends = [last(events, "end") for events in recording.servers]
+    return max((end["rss_peak_bytes"] for end in ends if end), default=None)
 
 
 def data_summary(header: dict[str, Any]) -> dict[str, Any]:

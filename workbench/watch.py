@@ -9,8 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from spes_core.errors import DataError
+from spes_core.model.counting import tensor_shapes
 from spes_core.runfile import RunFile
+from spes_core.sharding import is_server
 from spes_core.snapshots import ResumePoint
+from spes_core.weightsfile import join_parts
 from workbench.failures import (
     Failure,
     Status,
@@ -24,7 +28,7 @@ from workbench.failures import (
 from workbench.follow import EventTail, TrialState
 from workbench.launch.launcher import Launcher, LaunchError, Running, count_running, stop
 from workbench.machine import oom_kills
-from workbench.processes import GROUP, SERVER
+from workbench.processes import GROUP
 from workbench.progress import OnProgress
 from workbench.stopping import Rule, StopRequest, Verdict
 
@@ -89,7 +93,9 @@ class Watch:
             stop(self._launcher, self._processes)
         try:
             self._launcher.collect(self._trial_dir, is_done=status == "done")
-        except LaunchError as error:
+            if status == "done":
+                self._join_weights()
+        except (LaunchError, DataError) as error:
             if status == "done":
                 status, failure = "failed", Failure(message=str(error), process=None, log_tail=[])
         self._follow(at_once=True)
@@ -104,6 +110,13 @@ class Watch:
             "started_at": _iso(self._launched_at_s),
             "finished_at": _iso(time.time()),
         }
+
+    def _join_weights(self) -> None:
+        """Make one file of what several servers have left on several hosts. Raises DataError."""
+        config = self._run.config
+        servers, names = config.servers, list(tensor_shapes(config.model))
+        if len(servers) > 1 and not join_parts(self._trial_dir / "weights", servers, names):
+            raise DataError(f"of the final weights not all {len(servers)} parts are in {self._trial_dir / 'weights'}")
 
     def _start(self) -> None:
         gpus = self._limits.gpus
@@ -125,11 +138,12 @@ class Watch:
                 return "done", None
             if (overrun := self._overrun()) is not None:
                 return overrun
-            if not count_running([process for process in self._processes if process.name != SERVER]):
+            if not count_running([process for process in self._processes if not is_server(process.name)]):
                 nodes_ended_at_s = nodes_ended_at_s or time.time()
                 if time.time() - nodes_ended_at_s > _SERVER_LINGER_S:
+                    late = next(process.name for process in self._processes if process.returncode is None)
                     message = f"the server did not end within {_SERVER_LINGER_S:g} s after the last node"
-                    return "failed", self._ended(message, SERVER)
+                    return "failed", self._ended(message, late)
             self._follow()
             if self._verdict is not None:
                 return self._verdict.status, self._ended(self._verdict.message, self._verdict.process)
@@ -203,7 +217,7 @@ class Watch:
 
     def _ended(self, message: str, process: str | None = None) -> Failure:
         """A trial that was ended, with the last words of the process concerned, or else of the one that is behind."""
-        name = process or self._state.behind or next((p.name for p in self._processes), SERVER)
+        name = process or self._state.behind or next((p.name for p in self._processes), GROUP)
         logs = [self._trial_dir / "logs" / f"{spoken}.log" for spoken in (name, GROUP, f"{GROUP}-0")]
         log = next((log for log in logs if log.exists()), logs[0])
         tail = last_lines(log, self._log_starts.get(log, log_bytes(log)))

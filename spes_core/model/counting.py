@@ -13,6 +13,7 @@ from spes_core.config import ComputeConfig, ModelConfig, OptimConfig, RunConfig
 from spes_core.names import expert_of, expert_tensor, layer_of, parse_expert
 from spes_core.partition import downloads
 from spes_core.schedules import merge_steps, round_steps
+from spes_core.sharding import deal
 from spes_core.wireformat import FORMATS
 
 FLOAT32_BYTES = 4
@@ -29,6 +30,12 @@ def tensor_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not model.tie_embeddings:
         shapes["unembedding"] = (model.vocab_size, model.d_model)
     return shapes
+
+
+def tensors_by_shard(config: RunConfig) -> tuple[tuple[str, ...], ...]:
+    """The names of each server's tensors (server.shards), in canonical order; see `sharding.deal`."""
+    all_changed = config.outer.kind != "none"
+    return deal(tensor_shapes(config.model), config.server.shards, config.make_partition(), all_changed=all_changed)
 
 
 def _layer_shapes(model: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:

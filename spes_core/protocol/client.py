@@ -62,13 +62,17 @@ class SyncClient:
         *,
         allow_plaintext: bool = False,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        pace: Pace | None = None,
     ) -> None:
-        """``address`` is "host:port", or tells it whenever a connection is made. Nothing is sent before `join`."""
+        """``address`` is "host:port", or tells it whenever a connection is made. Nothing is sent before `join`.
+
+        ``pace`` is the node's link where it has several connections.
+        """
         self._line = Line(address, credentials, allow_plaintext)
         self._node, self._connect_timeout_s, self._token = node, connect_timeout_s, credentials.token
         self._wire, self._chunk_bytes = FORMATS[config.wire.dtype], config.wire.chunk_bytes
         self._retry_s = config.round.retry_s
-        self._pace = Pace(config.link)
+        self._pace = pace or Pace(config.link)
         self._lock, self._joining = threading.Lock(), threading.Lock()
         self._stop = threading.Event()
         self._calls: list[Any] = []

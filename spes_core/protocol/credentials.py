@@ -131,18 +131,12 @@ def missing_name(server: Credentials, host: str) -> str:
 
 
 def of_server(credentials: str | None, folder: Path) -> Credentials:
-    """What the server of the run in ``folder`` shows; without certificates a token that it leaves there, once."""
+    """What a server of the run in ``folder`` shows; without certificates a token that the first one leaves there."""
     if credentials is not None:
         return load(Path(credentials), "server")
     path = folder / TOKEN_FILE
     token = _read_token(path)
-    if token is None:
-        token = secrets.token_hex(_TOKEN_BYTES)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.unlink(missing_ok=True)
-        write_private(temporary, token.encode() + b"\n")
-        temporary.replace(path)
-    return Credentials(token=token)
+    return Credentials(token=_leave_token(path) if token is None else token)
 
 
 def of_node(credentials: str | None, folder: Path, node: int, timeout_s: float = 60.0) -> Credentials:
@@ -274,6 +268,26 @@ def write_private(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _leave_token(path: Path) -> str:
+    """Make a token, unless another server of the run has made one meanwhile; the one that lies there then."""
+    token = secrets.token_hex(_TOKEN_BYTES)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    write_private(temporary, token.encode() + b"\n")
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        if (others := _read_token(path)) is not None:
+            temporary.unlink()
+            return others
+        temporary.replace(path)  # what lay there was no token
+    except OSError:
+        temporary.replace(path)  # a file system without links
+    else:
+        temporary.unlink()
+    return token
 
 
 def _read_token(path: Path) -> str | None:

@@ -20,9 +20,10 @@ import xxhash
 
 from spes_core.config import RunConfig
 from spes_core.partition import Partition
+from spes_core.sharding import Group
 from spes_core.sync.aggregate import BLOCK_ELEMENTS, add_to_mean, make_scratch, outer_step
 from spes_core.sync.codec import Codec, Values, decode_change, encode_change
-from spes_core.sync.global_state import GlobalState, Group
+from spes_core.sync.global_state import GlobalState
 from spes_core.sync.journal import RESULT_FILE, Journal, RoundReader, Segment, upload_file
 from spes_core.sync.messages import Schema
 from spes_core.sync.robust import UpdateLength, combine

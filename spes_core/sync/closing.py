@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection
 from spes_core.config import RunConfig
 from spes_core.errors import RoundFailed, Unencodable
 from spes_core.schedules import validation_steps
+from spes_core.sharding import Group, groups_of
 from spes_core.sync.aggregation import Aggregation, Inputs, Lengths, lengths
 from spes_core.sync.codec import Codec
-from spes_core.sync.global_state import GlobalState, Group, groups_of
+from spes_core.sync.global_state import GlobalState
 from spes_core.sync.journal import Decision, ResultRecord
 from spes_core.sync.ledger import Ledger, Standing
 from spes_core.sync.members import Members
@@ -47,7 +48,7 @@ class Closing:
         self._checkpoint_steps = frozenset(checkpoint_steps)
         self._validation_steps = frozenset(validation_steps(config))
         self._saved_round = ledger.first_round
-        self.groups = groups_of(schema)
+        self.groups = groups_of([spec.name for spec in schema])
         self.is_forming = False
         """Whether the global weights are partly those of the next round."""
         self.readers = 0
@@ -155,7 +156,7 @@ class Closing:
         layers = [group.layer for group in self.groups if group.layer is not None and len(group.tensors) > 2]
         if layers:
             similarity = [mean_similarity(self._state.bank(layer, "gate_up")) for layer in layers]
-            self._monitor.record("experts", round=now.index, step=now.step, similarity=similarity)
+            self._monitor.record("experts", round=now.index, step=now.step, layers=layers, similarity=similarity)
 
     def _standing(self, now: Round, decision: Decision) -> Standing:
         return Standing(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,32 +11,10 @@ import xxhash
 
 from spes_core.config import OuterConfig
 from spes_core.names import expert_tensor, parse_expert
+from spes_core.sharding import Group
 from spes_core.sync.codec import Values
 from spes_core.sync.merge import merge_layer
 from spes_core.sync.messages import Schema
-
-
-@dataclass(frozen=True)
-class Group:
-    """Tensors whose new values are formed together: one shared tensor, or all experts of one layer."""
-
-    tensors: tuple[int, ...]
-    """Indices into the schema, consecutive."""
-    layer: int | None
-    """The layer whose experts these are; None for a shared tensor."""
-
-
-def groups_of(schema: Schema) -> tuple[Group, ...]:
-    """The groups of a schema in canonical order."""
-
-    def key(index: int) -> tuple[bool, int]:
-        parsed = parse_expert(schema[index].name)
-        return (False, index) if parsed is None else (True, parsed[0])
-
-    return tuple(
-        Group(tuple(indices), layer if is_experts else None)
-        for (is_experts, layer), indices in groupby(range(len(schema)), key)
-    )
 
 
 class GlobalState:

@@ -182,10 +182,18 @@ class Exchange:
         Raises StaleRound when the round is over without this node, which then must `rejoin`; and Diverged, RoundFailed,
         Refused, Unreachable or ProtocolError, after which the weights may be partly old and partly new.
         """
+        self.begin_round(round)
+        return self.carry_round(round, step, tokens)
+
+    def begin_round(self, round: int) -> None:
+        """The first part of `run_round`: nothing of an update that is not finite is sent. Raises Diverged."""
         if self._fault is not None:
             self._fault.apply(round)
         if (index := self._weights.first_not_finite(self._copy.trained)) is not None:
             raise self._diverged(index, round)
+
+    def carry_round(self, round: int, step: int, tokens: int) -> RoundReport:
+        """The second part of `run_round`."""
         began_s = time.perf_counter()
         self._copy.begin_round()
         gate = Gate(self._trained_name)
@@ -327,6 +335,10 @@ class Exchange:
         self._fault = make_fault(self._weights, self._node, self._config)
         self._remember()
         return optimizer
+
+    def abort(self) -> None:
+        """End a round in progress in another thread; it raises Unreachable."""
+        self._client.abort()
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold beside the weights."""

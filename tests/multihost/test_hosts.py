@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import getpass
+import os
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.processes.test_launch import wait_until
 from workbench import hosts, study
 from workbench.launch.checked import Checked
 from workbench.launch.codecopy import Arrived, archive, deliver
-from workbench.launch.inventory import Host, Inventory, connector
+from workbench.launch.hostlink import HostLink
+from workbench.launch.inventory import Host, Inventory, agent_site, connector
 from workbench.launch.launcher import LaunchError
 from workbench.launch.preflight import _other_versions, _problems_of, check
 from workbench.launch.room import Room
@@ -105,6 +111,44 @@ def test_damaged_or_hostile_archives_leave_nothing(ssh_config: Path, tmp_path: P
     assert list((tmp_path / "w" / "code").iterdir()) == []
 
 
+@pytest.mark.parametrize("shell", ["sh", "tcsh", "fish"])
+def test_code_and_agent_come_through_any_shell_and_past_what_it_prints(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+
+    def through(argv: Sequence[str]) -> Sequence[str]:
+        assert "\n" not in shlex.join(argv), "csh takes no quoted line break"
+        return (shell, "-c", f"echo Welcome; printf 'It is late. '; exec {shlex.join(argv)}")
+
+    arrived = deliver("a", through, sys.executable, str(tmp_path / "it's w"))
+    there = Host(name="a", ssh="a", address="a", work_dir=str(tmp_path / "it's w"), python=sys.executable)
+    agent = shlex.split(agent_site(there, arrived.path).connector[-1])
+    link = HostLink("a", through(agent), lambda *_: None, lambda _: None)
+    try:
+        assert link.ask("facts")["package"] == f"{arrived.path}/spes_core"
+    finally:
+        link.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (
+            "echo ssh: no such jump host >&2; echo Connection closed >&2; exit 255",
+            "ssh: no such jump host; Connection closed; try by hand: ssh there",
+        ),
+        ("echo This account is not available.; exit 1", "This account is not available."),
+        ("echo sh: p: not found >&2; exit 127", r"sh: p: not found; python \(p\) must be an interpreter there"),
+        ("exit 0", "its connection ended, exit status 0"),
+        ("echo 'spes-bootstrap {}'", "its answer lacks 'path'"),
+        ("sleep 60", "no answer came within 1 s"),
+    ],
+)
+def test_why_no_code_arrives_is_told_in_the_words_of_whoever_knows(command: str, words: str) -> None:
+    with pytest.raises(LaunchError, match=f"^host a: .*{words}"):
+        deliver("a", lambda _: ("sh", "-c", command), "p", "w", content=b"", by_hand="ssh there", timeout_s=1)
+
+
 def test_all_problems_of_all_hosts_are_told_at_once(ssh_config: Path, tmp_path: Path) -> None:
     (tmp_path / "w").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "w")
@@ -150,6 +194,21 @@ def test_hosts_without_problems_and_one_that_cannot_reach_the_server(
     assert "host a: it cannot listen at 127.0.0.1:" in capsys.readouterr().err
 
 
+def test_ctrl_c_ends_a_check_whose_host_hangs(tmp_path: Path) -> None:
+    ssh, log = tmp_path / "ssh", tmp_path / "log"
+    ssh.write_text(f"#!/bin/sh\necho $$ >> {shlex.quote(str(log))}\nsleep 600\n", encoding="utf-8")
+    ssh.chmod(0o755)
+    (tmp_path / "hosts.yaml").write_text("hosts: [{name: a, ssh: a, address: a, work_dir: w, python: p}]\n")
+    argv = [sys.executable, "-m", "workbench.hosts", "check", str(tmp_path / "hosts.yaml")]
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    process = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: log.exists() and bool(log.read_text()), 60)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "interrupted\n")
+    assert not psutil.pid_exists(int(log.read_text()))
+
+
 def test_what_facts_are_problems() -> None:
     one = Checked(Host(name="a", ssh="a", address="a", work_dir="w", python="p"), skew_s=-7.0, round_trip_s=0.5)
     one.facts = {"code_digest": "0" * 64, "package": "/old", "free_bytes": 1e6, "gpus": [], "work": "/w"}
@@ -161,12 +220,15 @@ def test_what_facts_are_problems() -> None:
 
 
 def test_versions_are_told_with_both_values() -> None:
-    packages = {name: package_version(name) for name in PACKAGES} | {"torch": "1.0", "numpy": None}
+    packages = {name: package_version(name) for name in PACKAGES} | {
+        "torch": "1.0", "numpy": None, "grpcio": None, "spes-workbench": None,
+    }  # fmt: skip
     told = list(_other_versions(Arrived(path="", was_there=False, python="3.8.1", packages=packages)))
     assert len(told) == 3
     assert "Python 3.8.1 there" in told[0]
-    assert f"torch 1.0 there, {package_version('torch')} here" in told[1]
-    assert "numpy is not installed there" in told[2]
+    missing = f"numpy {package_version('numpy')}, grpcio {package_version('grpcio')}"
+    assert told[1] == f"its Python has no {missing}: install them there, or name another interpreter as python"
+    assert told[2] == f"torch 1.0 there, {package_version('torch')} here: install the same"
 
 
 STUDY = """\

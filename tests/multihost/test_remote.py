@@ -18,17 +18,22 @@ from typing import Any
 import psutil
 import pytest
 
-from spes_core.config import CheckpointConfig, RunConfig
+from spes_core.config import CheckpointConfig, RunConfig, ServerConfig
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
+from spes_core.runfile import RunFile
+from spes_core.snapshots import ResumePoint
 from tests.equivalence.participants import assert_bitwise_equal
 from tests.processes.runs import final_weights, write_corpus
 from tests.processes.test_launch import wait_until
 from tests.processes.test_launch_engine import config, trial
 from workbench.execute import ExecutionSettings, run_trial
+from workbench.execute import prepare as prepare_trial
+from workbench.integrity import check_files
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError
 from workbench.launch.local import open_launcher
+from workbench.launch.ports import Answering, call, free_port
 from workbench.launch.remote import Placement, RemoteLauncher, Site
 from workbench.stopping import StopRequest
 
@@ -62,6 +67,25 @@ def agent(work: Path, *options: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "workbench.launch.agent", "--work", str(work), *options)
 
 
+def loopback() -> str:
+    """This machine's own address, of IPv6 where it has that."""
+    try:
+        free_port("::1")
+    except OSError:
+        return "127.0.0.1"
+    return "::1"
+
+
+def test_a_port_answers_at_any_kind_of_address() -> None:
+    for address in {"localhost", "127.0.0.1", loopback()}:
+        port = free_port(address, 2)
+        answering = Answering(address, port, "nonce", 20)
+        call(address, port, "nonce", 20)
+        with pytest.raises(OSError, match="something else answers"):
+            call(address, port, "other", 20)
+        answering.close()
+
+
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hosts with a blank")
@@ -69,8 +93,8 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launcher(hosts: Path) -> Iterator[RemoteLauncher]:
-    sites = [Site(name=name, connector=agent(hosts / name), address="127.0.0.1") for name in "abc"]
-    with RemoteLauncher(sites, lambda _: Placement("a", NODES)) as launcher:
+    sites = [Site(name=name, connector=agent(hosts / name), address=loopback()) for name in "abc"]
+    with RemoteLauncher(sites, lambda run: Placement(("a", "c")[: len(run.servers)], NODES)) as launcher:
         launcher.wait_ready()
         yield launcher
     assert processes_under(hosts) == []
@@ -128,6 +152,21 @@ def test_a_trial_on_three_hosts_is_the_trial_that_ran_here(
     for name in "abc":
         assert list((hosts / name / "trials").iterdir()) == [], "nothing of a trial that is done stays"
         assert len(list((hosts / name / "data").iterdir())) == 1
+
+
+def test_servers_on_two_hosts_leave_the_file_of_one(
+    launcher: RemoteLauncher, hosts: Path, settings: ExecutionSettings, expected: Path, tmp_path: Path
+) -> None:
+    two = replace(SHORT, server=ServerConfig(shards=2))
+    result = run_trial(trial(two), tmp_path, settings, launcher)
+    assert result["status"] == "done", result["error"]
+    weights = tmp_path / "weights"
+    assert [path.name for path in weights.iterdir()] == ["final.safetensors"], "the parts came, and were joined here"
+    local = expected / "weights" / "final.safetensors"
+    assert (weights / "final.safetensors").read_bytes() == local.read_bytes()
+    run = RunFile.load(tmp_path / "run.json")
+    assert [path.stem for path in sorted((tmp_path / "events").glob("server*"))] == list(run.config.servers)
+    assert all(check.passed for check in check_files(tmp_path) if check.name != "trial id")
 
 
 def test_each_host_holds_its_own_secrets_and_no_others(
@@ -194,6 +233,31 @@ def test_a_host_that_is_lost_ends_the_trial_and_the_same_command_goes_on_with_th
     assert len(steps) == len(set(steps)) > 3
 
 
+def test_what_hosts_have_is_kept_until_all_of_it_is_here(
+    launcher: RemoteLauncher, hosts: Path, settings: ExecutionSettings, tmp_path: Path
+) -> None:
+    run = prepare_trial(trial(SHORT), tmp_path, settings)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/final.safetensors").write_bytes(b"old")
+    for node in (0, 3):
+        (tmp_path / "logs" / f"node-{node}.log").write_text("words of an earlier attempt\n")
+    points = {name: ResumePoint(4, 0) for name in ("server", "node-0", "node-1", "node-2")}
+    launcher.stage(run, tmp_path, {**points, "node-3": ResumePoint(0, 0)})
+    assert not (tmp_path / "logs/node-3.log").exists() and (tmp_path / "logs/node-0.log").exists()
+    there = hosts / "a" / launcher._staged[tmp_path].folder
+    (there / "weights").mkdir()
+    (there / "weights/final.safetensors").write_bytes(b"new")
+    launcher.link("b")._process.kill()
+    wait_until(lambda: bool(launcher._links["b"].lost), 20)
+    with pytest.raises(LaunchError, match="did not come back: host b: "):
+        launcher.collect(tmp_path, is_done=True)
+    assert (tmp_path / "weights/final.safetensors").read_bytes() == b"new"
+    assert there.exists()
+    launcher.wait_ready()
+    for name in "abc":
+        launcher.link(name).ask("remove", folder=f"trials/{there.name}")
+
+
 def test_a_trial_above_its_memory_limit_is_stopped_on_all_hosts_by_what_they_hold_together(
     launcher: RemoteLauncher, settings: ExecutionSettings, tmp_path: Path
 ) -> None:
@@ -220,7 +284,7 @@ from workbench.launch.remote import Placement, RemoteLauncher, Site
 from workbench.execute import run_trial
 trial, settings, folder, connectors = pickle.load(open(sys.argv[1], "rb"))
 sites = [Site(name=name, connector=one, address="127.0.0.1") for name, one in connectors.items()]
-with RemoteLauncher(sites, lambda _: Placement("a", ("a", "a", "b", "c"))) as launcher:
+with RemoteLauncher(sites, lambda _: Placement(("a",), ("a", "a", "b", "c"))) as launcher:
     run_trial(trial, folder, settings, launcher)
 """
 
@@ -264,8 +328,11 @@ def test_an_agent_touches_nothing_outside_its_folder_and_says_what_is_wrong(tmp_
             link.ask("put", b"x", road="a")
         link.put("a b/c", b"1" * 3_000_000)
         assert (tmp_path / "work/a b/c").read_bytes() == b"1" * 3_000_000
+        link.ask("put", b"half", path="half.partial")
+        assert (tmp_path / "work/half.partial").exists()
     finally:
         link.close()
+    assert sorted(path.name for path in (tmp_path / "work").iterdir()) == ["a b"], "what was never whole is gone"
     assert not (tmp_path / "out").exists()
 
 
@@ -308,7 +375,7 @@ def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path:
     os.kill(silent._process.pid, signal.SIGSTOP)
     wait_until(lambda: lost == [silent], 60)
     assert "it has said nothing for" in silent.lost
-    with RemoteLauncher([], lambda _: Placement("a", ())) as launcher:
+    with RemoteLauncher([], lambda _: Placement(("a",), ())) as launcher:
         for said in (
             '{"a": 1}',
             '{"event": "answer"}',
@@ -316,7 +383,7 @@ def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path:
             '{"event": "exited", "process": 7}',
             "[1]",
         ):
-            link = HostLink("b", ("sh", "-c", f"echo '{said}'; sleep 60"), launcher._take, lost.append)
+            link = HostLink("b", ("sh", "-c", f"echo spes-agent; echo '{said}'; sleep 60"), launcher._take, lost.append)
             wait_until(lambda: bool(link.lost), 20)  # noqa: B023
             assert "not of an agent" in link.lost, said
             link.close()
@@ -328,13 +395,16 @@ def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path:
     ("command", "words"),
     [
         (("sh", "-c", "echo 'ssh: connect to host b port 22: No route to host' >&2; exit 255"), "No route to host"),
-        (("echo", "Welcome to b!"), "what came is not of an agent"),
+        (("echo", "This account is not available."), "This account is not available."),
+        (("yes",), "what came is not of an agent"),
         (("no-such-command-here",), "no-such-command-here cannot be started"),
     ],
 )
 def test_a_host_that_cannot_be_reached_is_named_with_its_own_words(command: tuple[str, ...], words: str) -> None:
     with (
-        RemoteLauncher([Site(name="b", connector=command, address="b")], lambda _: Placement("b", ("b",))) as launcher,
+        RemoteLauncher(
+            [Site(name="b", connector=command, address="b")], lambda _: Placement(("b",), ("b",))
+        ) as launcher,
         pytest.raises(LaunchError, match=f"host b: .*{words}"),
     ):
         launcher.wait_ready()

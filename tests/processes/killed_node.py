@@ -99,7 +99,7 @@ def main() -> None:
 
 def live(path: Path, node: int, phase: str, round: int) -> None:
     """One life."""
-    process.connect = lambda *arguments: Killing(connect(*arguments), phase, round)  # type: ignore[assignment]
+    process.connect = lambda *arguments: [Killing(client, phase, round) for client in connect(*arguments)]  # type: ignore[assignment]
 
     class Source(TokenSource):
         def train_batch(self, step: int, part: int, parts: int) -> Any:

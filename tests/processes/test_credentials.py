@@ -8,7 +8,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -216,6 +218,25 @@ def test_an_expired_certificate_is_named_with_its_days(
         credentials.load(tmp_path / "old", "server")
 
 
+def test_servers_of_one_run_that_begin_at_the_same_time_agree_on_one_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds that there is none before any has left one."""
+    barrier, read = threading.Barrier(4), credentials._read_token
+
+    def all_at_once(path: Path) -> str | None:
+        found = read(path)
+        if found is None:
+            barrier.wait(30)
+        return found
+
+    monkeypatch.setattr(credentials, "_read_token", all_at_once)
+    monkeypatch.setattr(credentials.os, "getpid", threading.get_ident)  # temporary names, as those of processes
+    with ThreadPoolExecutor(4) as pool:
+        tokens = list(pool.map(lambda _: credentials.of_server(None, tmp_path).token, range(4)))
+    assert set(tokens) == {(tmp_path / "join.token").read_text().strip()}
+
+
 def test_on_loopback_the_server_leaves_a_token_that_only_its_user_can_read_and_keeps_it(tmp_path: Path) -> None:
     first = credentials.of_server(None, tmp_path)
     path = tmp_path / "join.token"
@@ -223,6 +244,7 @@ def test_on_loopback_the_server_leaves_a_token_that_only_its_user_can_read_and_k
     assert credentials.of_server(None, tmp_path) == first == credentials.of_node(None, tmp_path, 0)
     path.write_text("torn")
     assert credentials.of_server(None, tmp_path) != first
+    assert [found.name for found in tmp_path.iterdir()] == ["join.token"]
     path.unlink()
     with pytest.raises(Unreachable, match=r"no server has left the run's join token in .* copy the file from there"):
         credentials.of_node(None, tmp_path, 0, timeout_s=0.1)
@@ -251,7 +273,7 @@ def test_a_real_run_with_certificates_serves_its_nodes_its_status_and_nobody_els
     hello = make_hello(config, small_schema(config), 0)
     with real_server(tmp_path, str(made / "ours")) as address:
         run = RunFile.load(tmp_path / "run.json")
-        with connect(run, tmp_path, 0) as client:
+        with connect(run, tmp_path, 0)[0] as client:
             assert client.join(hello).round == 0
         with pytest.raises(SpesError):
             SyncClient(address, config, 0, connect_timeout_s=0.2).join(hello)
@@ -270,7 +292,7 @@ def test_whoever_can_read_run_json_alone_cannot_join_and_status_and_health_tell_
     with real_server(tmp_path) as address:
         with pytest.raises(Refused, match="no join token"):
             SyncClient(address, config, 0).join(hello)
-        with connect(RunFile.load(tmp_path / "run.json"), tmp_path, 0) as client:
+        with connect(RunFile.load(tmp_path / "run.json"), tmp_path, 0)[0] as client:
             client.join(hello)
         assert status.main([address, "--json"]) == 0
         answer = json.loads(capsys.readouterr().out)

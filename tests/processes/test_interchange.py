@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -169,6 +170,9 @@ def test_an_export_replaces_nothing_and_names_what_cannot_be_exported(
     )
     assert commands.main(["export-sky", str(study), "--out", "other.yaml", "~arms.spes"]) == 2
     assert "no trial exchanges in rounds" in capsys.readouterr().err
+    study.write_text(study.read_text().replace("num_layers: 1", "num_layers: 2"))
+    assert commands.main(["export-compose", str(study), "run.server.shards=2"]) == 2
+    assert re.search(r"server\.shards \(2, in spes-seed=0-\w+\) must be 1: what is exp", capsys.readouterr().err)
     assert commands.main(["export-sky", str(study), "--out", "/proc/none/x.yaml"]) == 2
     assert "--out: /proc/none/x.yaml cannot be written" in capsys.readouterr().err
     assert sorted(study.parent.iterdir()) == before

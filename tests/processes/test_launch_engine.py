@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ from spes_core.config import (
 )
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
+from spes_core.schedules import checkpoint_steps
 from spes_core.snapshots import ResumePoint
 from tests.processes.test_launch import wait_until
 from workbench.execute import ExecutionSettings, keep_resumable, run_trial
@@ -304,4 +306,36 @@ def test_a_checkpoint_made_by_other_code_is_not_taken_up(settings: ExecutionSett
     assert keep_resumable(trial(run), tmp_path, settings, OnThisHost()) == {"node-0": ResumePoint(10, 0)}
     other = replace(settings, provenance={"code_digest": "other"})
     assert keep_resumable(trial(run), tmp_path, other, OnThisHost()) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trial_of_which_a_participant_has_lost_its_checkpoints_starts_anew_and_says_so(
+    settings: ExecutionSettings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config(steps=40, nodes=2, checkpoint=CheckpointConfig(interval_rounds=2))
+    steps = checkpoint_steps(run)[:2]
+
+    def write(path: Path) -> str:
+        path.write_bytes(b"data")
+        return ""
+
+    def keep(**stored: list[int]) -> dict[str, ResumePoint]:
+        (tmp_path / "events").mkdir(exist_ok=True)
+        prepare_trial(trial(run), tmp_path, settings)
+        for name, at in stored.items():
+            folder = snapshots.folder_of(tmp_path, name.replace("_", "-"))
+            for step in at:
+                snapshots.store(run, folder, write, step=step, round=0, events_bytes=0, values={})
+        return keep_resumable(trial(run), tmp_path, settings, OnThisHost())
+
+    points = keep(server=steps, node_0=steps, node_1=steps[:1])
+    assert {name: point.step for name, point in points.items()} == {
+        "server": steps[1], "node-0": steps[1], "node-1": steps[0],
+    }  # fmt: skip
+    shutil.rmtree(snapshots.folder_of(tmp_path, "node-1"))
+    assert keep() == {}
+    assert (
+        f"starts anew: its newest checkpoints are too far apart (node-1 at step 0, server at step {steps[1]})"
+        in capsys.readouterr().out
+    )
     assert list(tmp_path.iterdir()) == []

@@ -82,7 +82,8 @@ def take_part(client: Client, config: RunConfig, node: int) -> BareNode:
 
 def joining(folder: Path, node: int) -> SyncClient:
     """The client of a node of the run in ``folder``, as the node's process makes it."""
-    return connect(RunFile.load(folder / "run.json"), folder, node)
+    (client,) = connect(RunFile.load(folder / "run.json"), folder, node)
+    return client
 
 
 def test_a_run_over_real_processes_equals_the_same_run_in_process(tmp_path: Path) -> None:

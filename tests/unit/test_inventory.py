@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from spes_core.config import ParallelConfig, RunConfig, SyncConfig
+from spes_core.config import ParallelConfig, RunConfig, ServerConfig, SyncConfig
 from workbench.errors import StudyError
 from workbench.hosts import describe
 from workbench.launch.inventory import TEMPLATE, Host, Inventory, PlacementError, agent_site, connector, read_inventory
+from workbench.launch.ports import host_and_port
 
 GRADIENTS = replace(SyncConfig(), exchange="gradients")
 COMMON = "ssh: x, work_dir: /w, python: python3"
@@ -40,7 +41,7 @@ def test_the_inventory_that_the_documentation_shows_is_one(tmp_path: Path) -> No
     path = tmp_path / "hosts.yaml"
     path.write_text(block, encoding="utf-8")
     inventory = read_inventory(path)
-    assert inventory.server.name == "gpu1"
+    assert [host.name for host in inventory.servers] == ["gpu1"]
     assert inventory.place(run(4)).nodes == ("gpu1", "gpu2", "gpu3", "gpu4")
 
 
@@ -49,7 +50,7 @@ def test_the_template_is_an_inventory(tmp_path: Path) -> None:
     path.write_text(TEMPLATE, encoding="utf-8")
     inventory = read_inventory(path)
     assert [host.name for host in inventory.hosts] == ["a", "b"]
-    assert inventory.server.name == "a"
+    assert [host.name for host in inventory.servers] == ["a"]
 
 
 def test_all_mistakes_are_told_at_once_with_line_and_nearest_name(tmp_path: Path) -> None:
@@ -79,10 +80,37 @@ def test_rules_between_hosts_are_told_at_once(tmp_path: Path) -> None:
     assert mistakes(tmp_path, text) == [
         "2: hosts[0].nodes (-1) must not be negative",
         "3: hosts[1].work_dir (/w) is the folder of a too; give each its own",
-        "3: hosts[1].server (true) must be said of one host; a has the server already",
         "4: hosts[2].ssh (-oProxyCommand=x) must be a destination; options belong in ssh_options",
         "4: hosts[2].name (a) is that of hosts[0] too; give it another",
     ]
+
+
+def test_addresses_and_folders_that_could_only_fail_later_are_refused(tmp_path: Path) -> None:
+    refused = ["10.0.0.1:5200", "[::1]:22", "http://a", "a b", "höst", "fe80::1%eth0", "0.0.0.0", "[::]"]
+    lines = [
+        f"  - {{name: h{i}, address: '{one}', ssh: x, work_dir: /w{i}, python: p}}" for i, one in enumerate(refused)
+    ]
+    lines.append("  - {name: l, address: b, listen: '0.0.0.0:5200', ssh: x, work_dir: ~me/w, python: ~me/p}")
+    found = mistakes(tmp_path, "\n".join(["hosts:", *lines, ""]))
+    shown = [f"{i + 2}: hosts[{i}].address ({one}) " for i, one in enumerate(refused)]
+    shown += [f"10: hosts[8].{name} (" for name in ("listen", "work_dir", "python")]
+    assert [line[: len(start)] for line, start in zip(found, shown, strict=True)] == shown
+    assert "must be a host name or an IP address, without a port" in found[0]
+    assert "is none that others can call; it belongs in listen" in found[6]
+    assert "must begin with / or ~/, or be relative to the home folder" in found[9]
+
+
+def test_an_ipv6_address_is_written_with_brackets_or_without() -> None:
+    for given in ("2001:db8::1", "[2001:db8::1]"):
+        there = host("a", address=given, listen="[::]")
+        assert list(there.problems("h")) == []
+        site = agent_site(there, "/c")
+        assert (site.address, site.listen) == ("2001:db8::1", "::")
+    assert (host_and_port("2001:db8::1", 5), host_and_port("b", 5)) == ("[2001:db8::1]:5", "b:5")
+
+
+def test_more_nodes_than_anyone_counts_cost_no_memory() -> None:
+    assert Inventory((host("a", nodes=10**12),)).place(run(2)).nodes == ("a", "a")
 
 
 def test_an_empty_file_and_an_empty_list_are_refused(tmp_path: Path) -> None:
@@ -93,10 +121,22 @@ def test_an_empty_file_and_an_empty_list_are_refused(tmp_path: Path) -> None:
 def test_nodes_fill_the_hosts_in_order() -> None:
     inventory = Inventory((host("a", nodes=2), host("b", nodes=0, server=True), host("c", nodes=2)))
     placement = inventory.place(run(3))
-    assert (placement.server, placement.nodes) == ("b", ("a", "a", "c"))
+    assert (placement.servers, placement.nodes) == (("b",), ("a", "a", "c"))
     assert inventory.place(run(3)) == placement
     with pytest.raises(PlacementError, match=r"nodes \(5\) must be at most the 4"):
         inventory.place(run(5))
+
+
+def test_servers_that_share_the_tensors_take_the_hosts_for_servers_in_turn() -> None:
+    inventory = Inventory((host("a", nodes=2), host("b", server=True), host("c", nodes=0, server=True)))
+    placement = inventory.place(run(2, server=ServerConfig(shards=3)))
+    assert (placement.servers, placement.nodes) == (("b", "c", "b"), ("a", "a"))
+    assert placement.hosts == ("b", "c", "a")
+    assert [placement.host_of(f"server-{shard}-of-3") for shard in range(3)] == ["b", "c", "b"]
+    assert describe({"t": placement}) == ["1 trials: servers: 2 on b, 1 on c; nodes 0, 1 on a"]
+    assert inventory.place(run(2)).servers == ("b",)
+    gradients = inventory.place(run(3, server=ServerConfig(shards=3), sync=GRADIENTS))
+    assert gradients.hosts == ("a", "b"), "without rounds there is no server"
 
 
 def test_ranks_that_exchange_gradients_fill_the_hosts_as_nodes_do() -> None:
@@ -134,4 +174,13 @@ def test_the_command_is_one_word_for_the_shell_of_the_host() -> None:
     assert argv[1:3] == ("-p", "2222") and argv[-3:-1] == ("a", "--"), "the first of two options counts for ssh"
     assert shlex.split(argv[-1]) == ["python3", "-c", "print('a b')", "$HOME"]
     words = shlex.split(agent_site(host("a", work_dir="~/w ü", python="~/v/python"), "/c d").connector[-1])
-    assert words == ["env", "PYTHONPATH=/c d", "v/python", "-m", "workbench.launch.agent", "--work", "w ü"]
+    assert words == [
+        "env",
+        "PYTHONPATH=/c d",
+        "PYTHONSAFEPATH=1",
+        "v/python",
+        "-m",
+        "workbench.launch.agent",
+        "--work",
+        "w ü",
+    ]

@@ -12,8 +12,8 @@ import pytest
 
 from spes_core.config import OuterConfig, RoundConfig, WireConfig
 from spes_core.errors import Refused, RoundFailed
+from spes_core.sharding import Group
 from spes_core.sync.aggregation import Aggregation
-from spes_core.sync.global_state import Group
 from spes_core.sync.messages import DownloadRequest, make_hello
 from tests.round_node import CONFIG, SCHEMA, Node, nodes_of, one_round, whole_run
 from tests.small_rounds import (

@@ -10,10 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_core.config import LinkConfig, MergeConfig, OuterConfig, PartitionConfig, RunConfig, SyncConfig, WireConfig
+from spes_core.config import (
+    LinkConfig,
+    MergeConfig,
+    OuterConfig,
+    PartitionConfig,
+    RunConfig,
+    ServerConfig,
+    SyncConfig,
+    WireConfig,
+)
 from spes_core.link import GOODPUT, round_s
-from spes_core.model.counting import round_bytes, tensor_shapes
+from spes_core.model.counting import round_bytes, tensor_shapes, tensors_by_shard
 from spes_core.names import expert_of, layer_of
+from tests.reference.moved import moved
 from workbench.costs import Machine, cost, slowest_step_s
 from workbench.fleet import Fleet, payloads, queue_end, server_limited_from, simulate
 from workbench.simulate import main
@@ -143,12 +153,19 @@ def test_more_bandwidth_is_never_slower(
     assert seconds(server, node * factor) <= slow * (1 + 1e-12)
 
 
+def fullest(config: RunConfig, shards: int, nodes: int) -> float:
+    """The bytes of a round over those of the shard that has most, counted node by node."""
+    config = replace(config, nodes=nodes, server=ServerConfig(shards=shards))
+    loads = [sum(moved(config, name) for name in names) for names in tensors_by_shard(config)]
+    return sum(loads) / max(loads)
+
+
 @pytest.mark.parametrize("shards", [2, 4, 8])
-def test_a_transfer_that_the_servers_limit_takes_one_part_in_shards(shards: int) -> None:
+def test_a_transfer_that_the_servers_limit_takes_the_part_of_the_fullest_shard(shards: int) -> None:
     config = replace(BASE, link=replace(LINK, rtt_ms=0))
     one, many = (simulate(config, fleet(64, server_mbps=20.0, shards=count)) for count in (1, shards))
     assert one.limit == "server link"
-    assert many.links_s + many.server_s == pytest.approx((one.links_s + one.server_s) / shards)
+    assert many.links_s + many.server_s == pytest.approx((one.links_s + one.server_s) / fullest(config, shards, 64))
 
 
 def test_a_tree_carries_the_shared_tensors_once_a_subtree_and_every_expert() -> None:
@@ -190,10 +207,11 @@ def test_the_queue_of_a_link_ends_as_one_served_job_after_job(jobs: list[tuple[f
 
 
 def test_the_server_s_link_limits_from_where_equal_links_add_up_to_it() -> None:
-    """N equal links of r fill a server's link of C when N·r > C: from 11 nodes at C = 10·r; 8 shards: from 81."""
+    """N equal links of r fill a server's link of C when N·r > C: from 11 nodes at C = 10·r, and later with shards."""
     config = replace(BASE, link=LinkConfig(uplink_mbps=100, downlink_mbps=100))
     assert server_limited_from(config, fleet(4, server_mbps=1000.0)) == 11
-    assert server_limited_from(config, fleet(4, server_mbps=1000.0, shards=8)) == 81
+    later = server_limited_from(config, fleet(4, server_mbps=1000.0, shards=4))
+    assert later is not None and later == math.floor(10 * fullest(config, 4, later)) + 1 > 30
     assert server_limited_from(config, fleet(4)) is None
     before, after = (simulate(config, fleet(nodes, server_mbps=1000.0)) for nodes in (10, 11))
     assert before.server_s == pytest.approx(0, abs=1e-9)

@@ -1,7 +1,8 @@
 """The agent on a host: `python -m workbench.launch.agent --work DIR`, reached through ssh or srun, on pipes.
 
 It starts the processes of trials there (through the fork server, as on the controller's own machine), keeps their
-folders under DIR, and sends back what they write. Requests and reports are messages of `workbench.launch.wire`:
+folders under DIR, and sends back what they write. After its greeting, requests and reports are messages of
+`workbench.launch.wire`:
 
     request    {"do": NAME, "id": N, ...}               each is answered once, "ping" out of turn with the clock here
     answer     {"event": "answer", "id": N, ...}        with "error" where it failed
@@ -16,6 +17,7 @@ process outlives the controller, its host, or the link to it. Only paths under D
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import queue
@@ -61,11 +63,15 @@ class Agent:
         self._sent: dict[str, dict[str, int]] = {}
         """By trial folder: how many bytes of each file the controller has."""
         self._answering: list[Answering] = []
+        self._unnamed: set[Path] = set()
+        """Files that are being put, and are not whole yet."""
         self._heard_at_s = time.monotonic()
         self._requests: queue.SimpleQueue[wire.Message] = queue.SimpleQueue()
 
     def serve(self, lease_s: float) -> NoReturn:
         """Answer until the controller goes, however it goes; leaves no process."""
+        self._outgoing.write(wire.GREETING)
+        self._outgoing.flush()
         for target in (self._receive, self._report):
             threading.Thread(target=target, daemon=True).start()
         threading.Thread(target=self._watch_lease, args=(lease_s,), daemon=True).start()
@@ -130,11 +136,12 @@ class Agent:
         return {"sha256": file_digest(target, self._work / "digests") if target.is_file() else None}
 
     def do_put(self, path: str, offset: int = 0, mode: int = 0o644, body: bytes = b"") -> None:
-        """Write bytes of a file at a place in it; at 0 the file is new."""
+        """Write bytes of a file at a place in it; at 0 the file is new. What gets no other name goes with the agent."""
         target = self._inside(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         if offset == 0:
             target.unlink(missing_ok=True)
+            self._unnamed.add(target)
         file = os.open(target, os.O_WRONLY | os.O_CREAT, mode)
         try:
             if os.pwrite(file, body, offset) < len(body):
@@ -143,8 +150,9 @@ class Agent:
             os.close(file)
 
     def do_rename(self, path: str, to: str) -> None:
-        """Give a file or folder that is complete its name."""
+        """Give a file that is complete its name."""
         self._inside(path).replace(self._inside(to))
+        self._unnamed.discard(self._inside(path))
 
     def do_stored(self, folder: str, config: dict[str, Any]) -> Reply:
         """The steps that each participant of a run has stored on this host, with the sizes of its event file then."""
@@ -284,6 +292,9 @@ class Agent:
     def _end(self) -> NoReturn:
         """End at once, whatever the other threads do."""
         self._launcher.close()
+        for path in self._unnamed:
+            with contextlib.suppress(OSError):
+                path.unlink()
         os._exit(0)
 
     def _inside(self, path: str) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from typing import Any
 from workbench.launch.codecopy import Arrived
 from workbench.launch.hostlink import HostLink
 from workbench.launch.inventory import Host
-from workbench.launch.launcher import LaunchError
+from workbench.launch.launcher import LaunchError, signal_group
 
 
 @dataclass
@@ -25,6 +27,19 @@ class Checked:
     round_trip_s: float = 0.0
     problems: list[str] = field(default_factory=list)
     link: HostLink | None = None
+    copying: subprocess.Popen[bytes] | None = None
+    """The command that copies the code there."""
+
+    def note_copying(self, process: subprocess.Popen[bytes]) -> None:
+        """The copying of the code has begun."""
+        self.copying = process
+
+    def abandon(self) -> None:
+        """Make whatever waits for this host wait no longer."""
+        if self.copying is not None and self.copying.poll() is None:
+            signal_group(self.copying.pid, signal.SIGKILL)
+        if self.link is not None:
+            self.link.close()
 
     def blame(self, problem: str) -> None:
         """Note a problem of this host, by its name, once."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import gzip
 import hashlib
 import io
 import json
+import signal
 import subprocess
 import tarfile
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
-from workbench.launch.launcher import LaunchError
+from workbench.launch.hostlink import parting_words
+from workbench.launch.launcher import LaunchError, signal_group
 from workbench.provenance import PACKAGES, ROOT, code_digest
 
 _PACKAGES = ("spes_core", "workbench")
@@ -88,6 +92,11 @@ def main():
 main()
 """
 """What the interpreter of a host runs before it has our code; for any Python 3.8 or newer, with no package."""
+_ONE_LINE = f"import base64; exec(base64.b64decode('{base64.b64encode(BOOTSTRAP.encode()).decode()}'))"
+"""The same for every shell: csh takes no quoted line break."""
+_END_S = 5.0
+_SSH_FAILED, _NOT_RUN = 255, (126, 127)
+"""Exit statuses of the ssh program for itself, and of a shell for a command that it cannot run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +134,15 @@ def deliver(
     *,
     is_wanted: Callable[[Arrived], bool] = lambda _: True,
     content: bytes | None = None,
+    by_hand: str = "",
+    on_start: Callable[[subprocess.Popen[bytes]], None] = lambda _: None,
     timeout_s: float = 300.0,
 ) -> Arrived:
     """Put our code below ``work`` on a host, unless it is there and right.
 
     ``connector`` makes of a command one that runs it there. Without ``is_wanted`` of what the host said, nothing is
-    sent. ``content``: the `archive`, to make it once for many hosts. Raises LaunchError, with ssh's own last word.
+    sent. ``content``: the `archive`, to make it once for many hosts. ``by_hand``: what a user can try where ssh fails.
+    ``on_start`` gets the running command: whoever kills it makes this end. Raises LaunchError, with ssh's last words.
     """
     content = archive() if content is None else content
     asked = {
@@ -140,61 +152,97 @@ def deliver(
         "bytes": len(content),
         "sha256": hashlib.sha256(content).hexdigest(),
     }
-    command = connector((python, "-c", BOOTSTRAP))
-    with tempfile.TemporaryFile() as stderr:
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
-            )
-        except OSError as error:
-            raise LaunchError(f"host {host}: {command[0]} cannot be started: {error}") from error
-        timer = threading.Timer(timeout_s, process.kill)
+    with tempfile.TemporaryFile() as stderr, _running(host, connector((python, "-c", _ONE_LINE)), stderr) as process:
+        timer = threading.Timer(timeout_s, signal_group, (process.pid, signal.SIGKILL))
         timer.start()
+        on_start(process)
         try:
             return _converse(process, asked, content, is_wanted)
-        except (OSError, EOFError) as error:
-            process.kill()
-            process.wait()
-            stderr.seek(0)
-            lines = stderr.read()[-4096:].decode("utf-8", "replace").strip().splitlines()
-            why = lines[-1].strip() if lines else f"its connection ended, exit status {process.returncode}"
-            raise LaunchError(f"host {host}: {why}") from error
+        except _Ended as end:
+            why = f"no answer came within {timeout_s:g} s" if timer.finished.is_set() else _why(process, stderr, end)
+            raise LaunchError(f"host {host}: {why}{_advice(process.returncode, by_hand, python)}") from end
         except ValueError as error:
             raise LaunchError(f"host {host}: {error}") from error
+        except KeyError as error:
+            raise LaunchError(f"host {host}: its answer lacks {error}") from error
         finally:
             timer.cancel()
-            process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue
+
+
+@contextlib.contextmanager
+def _running(host: str, command: Sequence[str], stderr: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A command with pipes, in a session of its own; at the end it is ended."""
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
+        )
+    except OSError as error:
+        raise LaunchError(f"host {host}: {command[0]} cannot be started: {error}") from error
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            signal_group(process.pid, signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+class _Ended(Exception):
+    """The command has ended, or will say nothing more; ``noise`` is what it wrote that was not the bootstrap's."""
+
+    def __init__(self, noise: bytes) -> None:
+        super().__init__()
+        self.noise = noise
+
+
+def _why(process: subprocess.Popen[bytes], stderr: IO[bytes], end: _Ended) -> str:
+    """Why the command ended, in its own words where it has some."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    return parting_words(stderr, end.noise) or f"its connection ended, exit status {process.returncode}"
+
+
+def _advice(status: int | None, by_hand: str, python: str) -> str:
+    """What to do about a command that has failed before any Python was there."""
+    if status == _SSH_FAILED and by_hand:
+        return f"; try by hand: {by_hand}"
+    if status in _NOT_RUN:
+        return f"; python ({python}) must be an interpreter there"
+    return ""
 
 
 def _converse(
     process: subprocess.Popen[bytes], asked: dict[str, Any], content: bytes, is_wanted: Callable[[Arrived], bool]
 ) -> Arrived:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(asked).encode() + b"\n")
-    process.stdin.flush()
+    _say(process, json.dumps(asked).encode() + b"\n")
     said = _listen(process)
     arrived = Arrived(path=said["path"], was_there=said["there"], python=said["python"], packages=said["packages"])
     if not arrived.was_there and is_wanted(arrived):
-        process.stdin.write(b"+" + content)
-        process.stdin.flush()
+        _say(process, b"+" + content)
         _listen(process)
     return arrived
 
 
+def _say(process: subprocess.Popen[bytes], words: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # has the command ended, what it said last tells why
+        process.stdin.write(words)
+        process.stdin.flush()
+
+
 def _listen(process: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """What the bootstrap says next, past what a login shell may print. Raises EOFError; ValueError with its reason."""
+    """What the bootstrap says next, past what a login shell may print. Raises _Ended; ValueError with its reason."""
     assert process.stdout is not None
+    noise = b""
     for line in process.stdout:
-        if line.startswith(_MARK.encode()):
-            said: dict[str, Any] = json.loads(line[len(_MARK) :])
+        before, mark, words = line.partition(_MARK.encode())
+        if mark:
+            said: dict[str, Any] = json.loads(words)
             if "error" in said:
                 raise ValueError(said["error"])
             return said
-    raise EOFError
+        noise = (noise + before)[-4096:]
+    raise _Ended(noise)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import queue
 import secrets
+import signal
 import subprocess
 import tempfile
 import threading
@@ -16,7 +17,7 @@ from typing import IO, Any
 
 from spes_core.filedigest import file_digest
 from workbench.launch import wire
-from workbench.launch.launcher import LaunchError
+from workbench.launch.launcher import LaunchError, signal_group
 
 PING_S = 5.0
 SILENCE_S = 60.0
@@ -141,10 +142,15 @@ class HostLink:
         try:
             self._process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
         self._reader.join(_CLOSE_S)
         self._stderr.close()
+
+    def _kill(self) -> None:
+        """End the connector, and what it has started here."""
+        if self._process.poll() is None:
+            signal_group(self._process.pid, signal.SIGKILL)
 
     def _send(self, do: str, body: bytes, fields: dict[str, Any], *, is_waited_for: bool) -> int:
         with self._changed:
@@ -168,10 +174,11 @@ class HostLink:
 
     def _read(self) -> None:
         """Take in what the agent says until its end (own thread)."""
-        why = ""
+        why, noise = "", b""
         assert self._process.stdout is not None
         try:
             with os.fdopen(os.dup(self._process.stdout.fileno()), "rb") as stream:
+                noise = wire.skip_noise(stream)
                 while (message := wire.read(stream)) is not None:
                     self._heard_at_s = time.monotonic()
                     self._take(message)
@@ -182,12 +189,12 @@ class HostLink:
         except Exception as error:
             why = f"what came is not of an agent: {error!r}"
         if why:
-            self._process.kill()
+            self._kill()
         self._process.wait()
         is_expected = self._is_closing
         if not is_expected:
             ended = f"the connection ended, exit status {self._process.returncode}"
-            why = why or self._gave_up or _words(self._stderr) or ended
+            why = why or self._gave_up or parting_words(self._stderr, noise) or ended
         with self._changed:
             self.lost = why or "the connection was closed"
             self._changed.notify_all()
@@ -212,7 +219,7 @@ class HostLink:
             silent_s = time.monotonic() - self._heard_at_s
             if silent_s > self._silence_s:
                 self._gave_up = f"it has said nothing for {silent_s:.0f} s"
-                self._process.kill()
+                self._kill()
 
 
 def _partial(path: str) -> str:
@@ -220,8 +227,12 @@ def _partial(path: str) -> str:
     return f"{path}.{secrets.token_hex(4)}.partial"
 
 
-def _words(stderr: IO[bytes]) -> str:
-    """The last line that the command has written about itself."""
+def parting_words(stderr: IO[bytes], noise: bytes = b"") -> str:
+    """What a command that has ended said last: ssh gives its reason on the line before its last one.
+
+    ``noise`` is what it has written to stdout: there a shell says that an account may not log in. "" for silence.
+    """
     stderr.seek(0)
-    lines = stderr.read()[-4096:].decode("utf-8", "replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    said = (stderr.read() or noise)[-4096:].decode("utf-8", "replace")
+    lines = [line.strip() for line in said.splitlines() if any(letter.isalnum() for letter in line)]
+    return "; ".join(lines[-1:] if "Traceback (most recent call last)" in said else lines[-2:])

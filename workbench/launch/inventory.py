@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice, repeat
 from pathlib import Path
 
 from spes_core.config import LinkConfig, RunConfig
 from spes_core.errors import ConfigError, Problem, SpesError
 from spes_core.structure import build
 from workbench.errors import StudyError
+from workbench.launch.ports import bare, is_host, is_unspecified
 from workbench.launch.remote import Placement, Site
 from workbench.yamlsource import Source, read_yaml
 
-_DEFAULTS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
-"""How hosts are called: a host that wants a password or a confirmation fails at once instead of waiting for one."""
+_DEFAULTS = (
+    "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15",
+    "-o", "ServerAliveCountMax=4", "-o", "LogLevel=ERROR",
+)  # fmt: skip
+"""How hosts are called: a host that wants a password or a confirmation fails at once instead of waiting for one, no
+terminal alters what is sent, and of banners nothing is said."""
 
 TEMPLATE = """\
 # Hosts for `launcher: ssh`; check them with: python -m workbench.hosts check hosts.yaml
@@ -28,7 +35,7 @@ hosts:
     python: venv/bin/python      # interpreter that has the same packages as here
     nodes: 1                     # how many training nodes it takes
     gpus: 0
-    server: true                 # one host has the server; the first one where none says so
+    server: true                 # has the server; several hosts may say so where server.shards is above 1
   - name: b
     ssh: b
     address: 192.0.2.11
@@ -61,7 +68,8 @@ class Host:
     """How many nodes of a trial it takes."""
     gpus: int = 0
     server: bool = False
-    """Whether it has the server: of exactly one host; the first one's where none says so."""
+    """Whether it may have a server. The first of these hosts (or of all, where none says so) has that of a run; several
+    servers (server.shards) take them in turn."""
     listen: str | None = None
     """Address at which a server there listens; null: `address`."""
     ssh_options: tuple[str, ...] = ()
@@ -76,10 +84,28 @@ class Host:
                 yield Problem(f"{at}.{name}", "must be some printable text")
         if self.ssh.startswith("-"):
             yield Problem(f"{at}.ssh", f"({self.ssh}) must be a destination; options belong in ssh_options")
+        for name in ("address", "listen"):
+            if (given := getattr(self, name)) and given.isprintable() and not is_host(bare(given)):
+                yield Problem(f"{at}.{name}", f"({given}) must be a host name or an IP address, without a port")
+        if is_unspecified(self.reached_at):
+            yield Problem(f"{at}.address", f"({self.address}) is none that others can call; it belongs in listen")
+        for name, path in (("work_dir", self.work_dir), ("python", self.python)):
+            if path.startswith("~") and path != "~" and not path.startswith("~/"):
+                yield Problem(f"{at}.{name}", f"({path}) must begin with / or ~/, or be relative to the home folder")
         if self.nodes < 0:
             yield Problem(f"{at}.nodes", f"({self.nodes}) must not be negative")
         if self.gpus < 0:
             yield Problem(f"{at}.gpus", f"({self.gpus}) must not be negative")
+
+    @property
+    def reached_at(self) -> str:
+        """`address` without the brackets of IPv6."""
+        return bare(self.address)
+
+    @property
+    def listens_at(self) -> str:
+        """Where a server there listens, without the brackets of IPv6."""
+        return bare(self.listen or self.address)
 
     @property
     def folder(self) -> str:
@@ -101,30 +127,33 @@ class Inventory:
     """The file, for messages."""
 
     @property
-    def server(self) -> Host:
-        """The host of the server."""
-        return next((host for host in self.hosts if host.server), self.hosts[0])
+    def servers(self) -> tuple[Host, ...]:
+        """The hosts that may have a server, that of a run's only one first."""
+        return tuple(host for host in self.hosts if host.server) or self.hosts[:1]
 
     def place(self, config: RunConfig) -> Placement:
         """Which hosts take the processes of a run; always the same for the same run. Raises PlacementError.
 
-        Nodes fill the hosts in the file's order, whatever they exchange; the ranks of one node stay together. Where
-        there is no server, the first node's host stands for it.
+        Nodes fill the hosts in the file's order, whatever they exchange; the ranks of one node stay together. Servers
+        that share the tensors take the hosts for servers in turn. Where there is no server, the first node's host
+        stands for it.
         """
-        room = [host.name for host in self.hosts for _ in range(host.nodes)]
-        if len(room) < config.nodes:
+        room = sum(host.nodes for host in self.hosts)
+        if room < config.nodes:
             raise PlacementError(
-                f"nodes ({config.nodes}) must be at most the {len(room)} that the hosts of {self.path} take together"
+                f"nodes ({config.nodes}) must be at most the {room} that the hosts of {self.path} take together"
                 " (nodes of each host); add hosts, or raise theirs"
             )
-        nodes, ranks = tuple(room[: config.nodes]), config.parallel.ranks_per_node
+        names = chain.from_iterable(repeat(host.name, host.nodes) for host in self.hosts)
+        nodes, ranks = tuple(islice(names, config.nodes)), config.parallel.ranks_per_node
         taken = Counter(nodes)
         for host in self.hosts:
             if taken[host.name]:
                 self._require_gpus(host, taken[host.name] * ranks, config)
         if config.sync.exchange == "gradients":
-            return Placement(nodes[0], tuple(host for host in nodes for _ in range(ranks)), is_group=True)
-        return Placement(self.server.name if config.sync.exchange == "rounds" else nodes[0], nodes)
+            return Placement(nodes[:1], tuple(host for host in nodes for _ in range(ranks)), is_group=True)
+        hosts = itertools.cycle(self.servers)
+        return Placement(tuple(next(hosts).name for _ in config.servers) or nodes[:1], nodes)
 
     def _require_gpus(self, host: Host, ranks: int, config: RunConfig) -> None:
         """Several ranks for a node are for GPUs; where there are some, each rank must have its own."""
@@ -162,7 +191,6 @@ def _broken_rules(hosts: Sequence[Host]) -> Iterator[Problem]:
         yield Problem("hosts", "must list at least one host; python -m workbench.hosts template prints an example")
     seen: dict[str, int] = {}
     folders: dict[tuple[str, str, tuple[str, ...]], str] = {}
-    servers = [host.name for host in hosts if host.server]
     for index, host in enumerate(hosts):
         at = f"hosts[{index}]"
         yield from host.problems(at)
@@ -172,8 +200,6 @@ def _broken_rules(hosts: Sequence[Host]) -> Iterator[Problem]:
         other = folders.setdefault((host.ssh, host.folder.rstrip("/"), host.ssh_options), host.name)
         if other != host.name:
             yield Problem(f"{at}.work_dir", f"({host.work_dir}) is the folder of {other} too; give each its own")
-        if host.server and host.name != servers[0]:
-            yield Problem(f"{at}.server", f"(true) must be said of one host; {servers[0]} has the server already")
 
 
 def _place(source: Source, path: str) -> str:
@@ -192,7 +218,7 @@ def connector(host: Host, arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def agent_site(host: Host, code: str) -> Site:
-    """The host as a launcher uses it; ``code`` is the folder of our packages there."""
+    """The host as a launcher uses it; ``code`` is the folder of our packages there, whatever its home folder holds."""
     program = ("-m", "workbench.launch.agent", "--work", host.folder)
-    command = connector(host, ("env", f"PYTHONPATH={code}", host.interpreter, *program))
-    return Site(name=host.name, connector=command, address=host.address, listen=host.listen, gpus=host.gpus)
+    command = connector(host, ("env", f"PYTHONPATH={code}", "PYTHONSAFEPATH=1", host.interpreter, *program))
+    return Site(name=host.name, connector=command, address=host.reached_at, listen=host.listens_at, gpus=host.gpus)

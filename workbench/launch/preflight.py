@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 import secrets
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ MIN_FREE_BYTES = 0.2e9
 """What the code and the logs of any study take; more is computed from the study."""
 _CLOCK_READINGS = 3
 _ANSWER_S = 120.0
+_OURS = "spes-workbench"
+"""The package that is copied, whatever version is installed there."""
 
 
 @dataclass(frozen=True)
@@ -77,27 +80,34 @@ def check(
     ``port`` is that of a server, or of the first rank of a group, 0 for any free one; ``placements`` are those of the
     trials that will run, ``rooms`` what they need on the disk of each host.
     """
+    placements = tuple(placements)
     groups = tuple(dict.fromkeys(placement.hosts for placement in placements if placement.spread))
     checked = tuple(Checked(host) for host in inventory.hosts)
     content, found = archive(), Preflight(checked, groups)
-    try:
-        with ThreadPoolExecutor(max_workers=len(checked)) as pool:
+    with ThreadPoolExecutor(max_workers=len(checked)) as pool:
+        try:
             each(pool, checked, lambda one: _ask(one, content))
             there = [one for one in checked if one.link is not None]
             if rooms is not None:
                 each(pool, there, lambda one: _find_room(one, rooms.get(one.host.name, Room())))
             _find_shared_folders(there)
-            server = next((one for one in there if one.host == inventory.server), None)
-            if server is not None:
-                try_server(pool, server, there, port)
+            for server in (one for one in there if one.host in inventory.servers):
+                for further in range(_most_servers(server.host.name, placements) if port else 1):
+                    try_server(pool, server, there, port and port + further)
             by_name = {one.host.name: one for one in there}
             for group in groups:
                 if by_name.keys() >= set(group):
                     try_group(pool, [by_name[name] for name in group], port)
-    except BaseException:
-        found.close()
-        raise
+        except BaseException:  # also Ctrl-C, when the pool's threads still wait for slow hosts
+            for one in checked:
+                one.abandon()
+            raise
     return found
+
+
+def _most_servers(host: str, placements: Sequence[Placement]) -> int:
+    """How many servers a host has at once, at consecutive ports; one at least."""
+    return max([1, *(placement.servers.count(host) for placement in placements)])
 
 
 def _ask(one: Checked, content: bytes) -> None:
@@ -110,7 +120,7 @@ def _ask(one: Checked, content: bytes) -> None:
     # deliver asks this only where the code is missing
     one.arrived = deliver(
         host.name, lambda argv: connector(host, argv), host.interpreter, host.folder, is_wanted=is_wanted,
-        content=content,
+        content=content, by_hand=shlex.join(("ssh", *host.ssh_options, host.ssh)), on_start=one.note_copying,
     )  # fmt: skip
     if not one.problems:
         one.problems += [f"host {host.name}: {problem}" for problem in _other_versions(one.arrived)]
@@ -128,10 +138,12 @@ def _other_versions(arrived: Arrived) -> Iterator[str]:
     here = platform.python_version()
     if arrived.python.split(".")[:2] != here.split(".")[:2]:
         yield f"Python {arrived.python} there, {here} here: both must be of the same minor version"
-    for name in PACKAGES:
-        there, own = arrived.packages.get(name), package_version(name)
-        if there != own and name != "spes-workbench":  # our own code is copied
-            yield f"{name} {there or 'is not installed'} there, {own or 'not installed'} here: install the same"
+    both = {name: (arrived.packages.get(name), package_version(name)) for name in PACKAGES if name != _OURS}
+    if missing := [f"{name} {own}" for name, (there, own) in both.items() if there is None and own is not None]:
+        yield f"its Python has no {', '.join(missing)}: install them there, or name another interpreter as python"
+    for name, (there, own) in both.items():
+        if there is not None and there != own:
+            yield f"{name} {there} there, {own or 'not installed'} here: install the same"
 
 
 def _clock(link: HostLink) -> tuple[float, float]:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from workbench.launch.checked import Checked, each
 from workbench.launch.launcher import LaunchError
+from workbench.launch.ports import host_and_port
 
 _CALL_S = 5.0
 _LISTEN_S = 60.0
@@ -15,14 +16,16 @@ _LISTEN_S = 60.0
 
 def try_server(pool: ThreadPoolExecutor, server: Checked, there: Sequence[Checked], port: int) -> None:
     """Whether every host reaches a server, or the first rank of a group, that listens where ours will."""
-    host = server.host
-    listen = host.listen or host.address
+    assert server.link is not None
+    host, listen = server.host, server.host.listens_at
     try:
         tried = _listen(server, listen, port)
     except LaunchError as error:
-        server.blame(f"it cannot listen at {listen}:{port or '(any)'}: {_why(error)}; mend address or listen")
+        where = host_and_port(listen, port) if port else listen
+        unheard = f"it cannot listen at {where}: {_why(error)}; mend address or listen"
+        server.blame(str(error) if server.link.lost else unheard)
         return
-    _call(pool, there, server, host.address, tried, "open the port")
+    _call(pool, there, server, host.reached_at, tried, "open the port")
     _hush([server])
 
 
@@ -32,7 +35,7 @@ def try_group(pool: ThreadPoolExecutor, members: Sequence[Checked], port: int) -
 
     def look(one: Checked) -> None:
         assert one.link is not None
-        known = [one.host.address, *([one.host.listen] if one.host.listen else [])]
+        known = [one.host.reached_at, one.host.listens_at]
         try:
             addresses[one.host.name] = one.link.ask("interface", addresses=known)["address"]
         except LaunchError as error:
@@ -79,7 +82,8 @@ def _call(
         try:
             one.link.ask("call", address=address, port=port, nonce=nonce, seconds=_CALL_S)
         except LaunchError as error:
-            one.blame(f"host {called.host.name} cannot be reached from it: {_why(error)}; {advice}")
+            unreached = f"host {called.host.name} cannot be reached from it: {_why(error)}; {advice}"
+            one.blame(str(error) if one.link.lost else unreached)
 
     each(pool, callers, call)
 

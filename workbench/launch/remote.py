@@ -13,6 +13,7 @@ The trial's folder here looks as if its processes had run here, but for checkpoi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
 import signal
@@ -33,12 +34,14 @@ from spes_core.snapshots import ResumePoint
 from workbench.launch import wire
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError, Running, count_running
+from workbench.launch.ports import host_and_port
 from workbench.launch.staging import text_place, trial_place, weights_place
-from workbench.processes import SERVER, ProcessSpec, plan
+from workbench.processes import ProcessSpec, plan
 
 _READY_TIMEOUT_S = 180.0
 _FLUSH_TIMEOUT_S = 3600.0
-_MIRRORED = ("events", "logs", "weights")
+_GROWING = ("events", "logs")
+_MIRRORED = (*_GROWING, "weights")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +52,15 @@ class Site:
     connector: tuple[str, ...]
     """Command whose stdin and stdout are those of an agent there."""
     address: str
-    """Name or address by which the other hosts reach it."""
+    """Name or IP address by which the other hosts reach it, an IPv6 address without brackets; so is `listen`."""
     listen: str | None = None
     """Address that a server there listens at; None: ``address``."""
     gpus: int = 0
+
+    @property
+    def listen_at(self) -> str:
+        """Where a server there listens."""
+        return self.listen or self.address
 
     @property
     def addresses(self) -> list[str]:
@@ -64,8 +72,8 @@ class Site:
 class Placement:
     """Which host takes which process of a run, by name."""
 
-    server: str
-    """The host of the server; of node 0 where there is none."""
+    servers: tuple[str, ...]
+    """The host of each server; of node 0 where there is none."""
     nodes: tuple[str, ...]
     """The host of each node, or of each rank of a group."""
     is_group: bool = False
@@ -73,13 +81,14 @@ class Placement:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """All hosts, that of the server first."""
-        return tuple(dict.fromkeys((self.server, *self.nodes)))
+        """All hosts, that of the first server before the others."""
+        return tuple(dict.fromkeys((*self.servers, *self.nodes)))
 
     def host_of(self, process: str) -> str:
         """The host of a process or participant, by its name."""
-        _, _, number = process.partition("-")
-        return self.nodes[int(number.partition("-")[0])] if number else self.server
+        kind, *numbers = process.split("-")
+        hosts = self.servers if kind == "server" else self.nodes
+        return hosts[int(numbers[0]) if numbers else 0]
 
     @property
     def spread(self) -> tuple[int, ...]:
@@ -106,10 +115,10 @@ class _Attempt:
     placement: Placement
     credentials: dict[str, bytes]
     """New certificates and a join token; nothing of them is kept here."""
-    listen: str
-    """Where the server listens, or the first rank of a group that several hosts share."""
-    call: str
-    """Where the others call it."""
+    listen: tuple[str, ...]
+    """Where each server listens, or the first rank of a group that several hosts share."""
+    call: tuple[str, ...]
+    """Where the others call each."""
     device: Literal["auto", "cpu", "cuda"]
     key: str
 
@@ -215,12 +224,20 @@ class RemoteLauncher:
             work = PurePosixPath(facts["work"])
             theirs = self._run_file(attempt, link, work / staged.folder)
             self._put_run(link, staged.folder, theirs, attempt)
+            self._forget(trial_dir, own)
             link.ask("follow", folder=staged.folder, have=_sizes(trial_dir))
             folder, package = Path(str(work / staged.folder)), Path(facts["package"])
             interface = self._interface(placement, link)
             there = plan(theirs, folder, facts["python"], package, spread=placement.spread, interface=interface)
             by_name |= {spec.name: replace(spec, host=host) for spec in there if placement.host_of(spec.name) == host}
         return [by_name[spec.name] for spec in plan(run, trial_dir, spread=placement.spread)]
+
+    @staticmethod
+    def _forget(trial_dir: Path, points: Mapping[str, ResumePoint]) -> None:
+        """Drop the logs of processes whose host has an empty folder: a new log would be taken for the rest of one."""
+        if not any(point.step for point in points.values()):
+            for name in points:
+                (trial_dir / "logs" / f"{name}.log").unlink(missing_ok=True)
 
     def collect(self, trial_dir: Path, *, is_done: bool) -> None:
         """See `Launcher`."""
@@ -232,12 +249,14 @@ class RemoteLauncher:
         for link in staged.links.values():
             try:
                 link.ask("flush", folder=staged.folder, timeout_s=_FLUSH_TIMEOUT_S)
-                if is_done:
-                    link.ask("remove", folder=staged.folder)
             except LaunchError as error:
                 wrong.append(str(error))
         with self._changed:
             del self._staged[trial_dir]
+        if is_done and not wrong:  # else the next attempt needs what all of them have
+            for link in staged.links.values():
+                with contextlib.suppress(LaunchError):  # what stays there is only in the way
+                    link.ask("remove", folder=staged.folder)
         if wrong:
             raise LaunchError("what its processes wrote did not come back: " + "; ".join(wrong))
 
@@ -342,15 +361,19 @@ class RemoteLauncher:
 
     # What hosts are given
 
-    def _server_address(self, placement: Placement) -> tuple[str, str]:
-        """`_Attempt.listen` and `_Attempt.call`."""
-        site = self._sites[placement.server]
-        listen = site.listen or site.address
-        port = self._port or self.link(site.name).ask("free_port", address=listen)["port"]
-        return f"{listen}:{port}", f"{site.address}:{port}"
+    def _server_addresses(self, placement: Placement) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """`_Attempt.listen` and `_Attempt.call`; servers of one host have consecutive ports."""
+        ports = {}
+        for host, count in Counter(placement.servers).items():
+            where = self._sites[host].listen_at
+            first = self._port or self.link(host).ask("free_port", address=where, count=count)["port"]
+            ports[host] = itertools.count(first)
+        found = [(self._sites[host], next(ports[host])) for host in placement.servers]
+        listen = tuple(host_and_port(site.listen_at, port) for site, port in found)
+        return listen, tuple(host_and_port(site.address, port) for site, port in found)
 
     def _attempt(self, run: RunFile, placement: Placement) -> _Attempt:
-        listen, call = self._server_address(placement)
+        listen, call = self._server_addresses(placement)
         made, device = self._credentials(run, placement), self._device(run, placement)
         return _Attempt(run, placement, made, listen, call, device, secrets.token_hex(8))
 
@@ -364,9 +387,9 @@ class RemoteLauncher:
         """New certificates and a join token of an attempt."""
         if run.config.sync.exchange != "rounds":
             return {}
-        address = self._sites[placement.server].address
+        addresses = dict.fromkeys(self._sites[host].address for host in placement.servers)
         with tempfile.TemporaryDirectory(prefix="spes-credentials-") as folder:
-            hosts = ["localhost", "127.0.0.1", address]
+            hosts = list(dict.fromkeys(["localhost", "127.0.0.1", *addresses]))
             return {path.name: path.read_bytes() for path in credentials.make(Path(folder), run.config.nodes, hosts)}
 
     def _device(self, run: RunFile, placement: Placement) -> Literal["auto", "cpu", "cuda"]:
@@ -389,12 +412,14 @@ class RemoteLauncher:
             link.put_file(Path(config.init.weights or ""), there)
             config = replace(config, init=replace(config.init, weights=str(work / there)))
         secret = str(folder / "credentials") if config.sync.exchange == "rounds" else None
-        address = attempt.listen if link.name == placement.server else attempt.call
+        each = zip(placement.servers, attempt.listen, attempt.call, strict=True)
+        address, *further = (listen if host == link.name else call for host, listen, call in each)
         return replace(
             run,
             config=config,
             data_dir=str(work / where),
             server_address=address,
+            shard_addresses=(address, *further) if further else (),
             device=attempt.device,
             credentials=secret,
             meeting=Meeting(address=address, key=attempt.key) if placement.spread else None,
@@ -409,7 +434,7 @@ class RemoteLauncher:
     def _put_run(link: HostLink, folder: str, run: RunFile, attempt: _Attempt) -> None:
         """run.json, and of the credentials what the processes of this host show and trust."""
         link.put(f"{folder}/run.json", json.dumps(to_dict(run), indent=1).encode() + b"\n")
-        names = _participants(run.config, attempt.placement, link.name)
+        names = _certified(run.config, attempt.placement, link.name)
         common = ("ca.pem", credentials.TOKEN_FILE)
         for name, content in attempt.credentials.items():
             if name in common or name.rpartition(".")[0] in names:
@@ -424,12 +449,13 @@ class RemoteLauncher:
         self.close()
 
 
-def _participants(config: RunConfig, placement: Placement, host: str) -> list[str]:
-    names = [SERVER, *(f"node-{node}" for node in range(config.nodes))]
-    return [name for name in names if placement.host_of(name) == host]
+def _certified(config: RunConfig, placement: Placement, host: str) -> list[str]:
+    """Whose certificates a host needs; all servers show the same."""
+    nodes = [f"node-{node}" for node in range(config.nodes) if placement.host_of(f"node-{node}") == host]
+    return ["server", *nodes] if host in placement.servers else nodes
 
 
 def _sizes(trial_dir: Path) -> dict[str, int]:
-    """How many bytes there are here of each file that comes from hosts."""
-    files = [path for part in _MIRRORED for path in (trial_dir / part).rglob("*") if path.is_file()]
+    """How many bytes there are here of each file that grows on hosts."""
+    files = [path for part in _GROWING for path in (trial_dir / part).rglob("*") if path.is_file()]
     return {path.relative_to(trial_dir).as_posix(): path.stat().st_size for path in files}

@@ -10,6 +10,9 @@ MAX_LINE_BYTES = 4 << 20
 MAX_BODY_BYTES = 8 << 20
 CHUNK_BYTES = 1 << 20
 """Bytes of a file in one message."""
+GREETING = b"spes-agent\n"
+"""What an agent says first: a login shell may have printed something before it."""
+_MAX_NOISE_BYTES = 64 << 10
 
 
 class WireError(Exception):
@@ -27,6 +30,20 @@ def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
     """The bytes of one message."""
     whole = {**header, "bytes": len(body)} if body else header
     return json.dumps(whole).encode() + b"\n" + body
+
+
+def skip_noise(stream: BinaryIO) -> bytes:
+    """Read until an agent has greeted, or to the end of the stream; what came before that.
+
+    Raises WireError when so much comes that no agent can be expected.
+    """
+    noise = b""
+    while len(noise) <= _MAX_NOISE_BYTES:
+        line = stream.readline(_MAX_NOISE_BYTES)
+        if not line or line.endswith(GREETING):
+            return noise
+        noise += line
+    raise WireError(f"{len(noise)} bytes came before its first word: {noise[:200]!r}")
 
 
 def read(stream: BinaryIO) -> Message | None:
