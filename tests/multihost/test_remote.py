@@ -31,7 +31,7 @@ from workbench.execute import prepare as prepare_trial
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError
 from workbench.launch.local import open_launcher
-from workbench.launch.ports import answer_calls, call, free_port
+from workbench.launch.ports import Answering, call, free_port
 from workbench.launch.remote import Placement, RemoteLauncher, Site
 from workbench.stopping import StopRequest
 
@@ -77,10 +77,11 @@ def loopback() -> str:
 def test_a_port_answers_at_any_kind_of_address() -> None:
     for address in {"localhost", "127.0.0.1", loopback()}:
         port = free_port(address, 2)
-        answer_calls(address, port, "nonce", 20)
+        answering = Answering(address, port, "nonce", 20)
         call(address, port, "nonce", 20)
         with pytest.raises(OSError, match="something else answers"):
             call(address, port, "other", 20)
+        answering.close()
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ _ADVICE = {
     "CANCELLED": "it was cancelled; the same command continues the trial",
     "PREEMPTED": "it was preempted and not requeued; the same command continues the trial",
     "GONE": "Slurm does not remember it, and it left no result; the same command continues the trial",
-    "NODE_FAIL": "its machine failed; resources.retries tries it again by itself",
+    "NODE_FAIL": "its machine failed; --retry-failed goes on, as resources.retries does by itself",
 }
 
 
