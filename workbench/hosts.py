@@ -92,9 +92,16 @@ def describe(placed: dict[str, Placement]) -> list[str]:
             nodes.setdefault(host, []).append(str(number))
         what = "ranks" if placement.is_group else "nodes"
         shown = [f"{what} {', '.join(numbers)} on {host}" for host, numbers in nodes.items()]
-        lead = [] if placement.is_group else [f"server on {placement.server}"]
+        lead = [] if placement.is_group else [_servers(placement)]
         lines.append(f"{count} trials: {'; '.join([*lead, *shown])}")
     return lines
+
+
+def _servers(placement: Placement) -> str:
+    if len(placement.servers) == 1:
+        return f"server on {placement.servers[0]}"
+    by_host = Counter(placement.servers)
+    return "servers: " + ", ".join(f"{count} on {host}" for host, count in by_host.items())
 
 
 def _print_notes(found: Preflight) -> None:

@@ -156,7 +156,7 @@ def _ready_place(
     else:
         from workbench.budget import Budget, require_room
 
-        _require_free_port(study)
+        _require_free_ports(study, max((len(variant.config.servers) for variant in variants), default=1))
         require_room(study, variants, Budget.of(study.resources))
     yield None
 
@@ -241,18 +241,19 @@ def _require_detachable(study: Study, detach: bool) -> None:
         raise StudyError(["--detach: a search proposes its next trial from the last, so it must stay; leave it out"])
 
 
-def _require_free_port(study: Study) -> None:
-    """A port that the study names must be free now; a taken one would fail every trial."""
-    port = study.launcher.port
-    if port == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            message = f"({port}) cannot be listened on: {error.strerror}; name another, or 0 for a free one"
-            raise StudyError([study.locate(Problem("launcher.port", message))]) from error
+def _require_free_ports(study: Study, servers: int) -> None:
+    """The ports from that which the study names on must be free now; a taken one would fail every trial."""
+    first = study.launcher.port
+    for port in range(first, first + servers) if first else ():
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except (OSError, OverflowError) as error:
+                reason = getattr(error, "strerror", None) or error
+                which = f"({first})" if port == first else f"({first}; one of {servers} servers takes {port})"
+                message = f"{which} cannot be listened on: {reason}; name another, or 0 for a free one"
+                raise StudyError([study.locate(Problem("launcher.port", message))]) from error
 
 
 def _require_writable(folder: Path, option: str) -> None:

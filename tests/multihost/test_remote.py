@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 import pytest
 
-from spes_core.config import CheckpointConfig, RunConfig
+from spes_core.config import CheckpointConfig, RunConfig, ServerConfig
 from spes_core.data.tokenize import prepare
 from spes_core.events import read_events
+from spes_core.runfile import RunFile
 from spes_core.snapshots import ResumePoint
 from tests.equivalence.participants import assert_bitwise_equal
 from tests.processes.runs import final_weights, write_corpus
@@ -28,6 +29,7 @@ from tests.processes.test_launch import wait_until
 from tests.processes.test_launch_engine import config, trial
 from workbench.execute import ExecutionSettings, run_trial
 from workbench.execute import prepare as prepare_trial
+from workbench.integrity import check_files
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError
 from workbench.launch.local import open_launcher
@@ -92,7 +94,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def launcher(hosts: Path) -> Iterator[RemoteLauncher]:
     sites = [Site(name=name, connector=agent(hosts / name), address=loopback()) for name in "abc"]
-    with RemoteLauncher(sites, lambda _: Placement("a", NODES)) as launcher:
+    with RemoteLauncher(sites, lambda run: Placement(("a", "c")[: len(run.servers)], NODES)) as launcher:
         launcher.wait_ready()
         yield launcher
     assert processes_under(hosts) == []
@@ -150,6 +152,21 @@ def test_a_trial_on_three_hosts_is_the_trial_that_ran_here(
     for name in "abc":
         assert list((hosts / name / "trials").iterdir()) == [], "nothing of a trial that is done stays"
         assert len(list((hosts / name / "data").iterdir())) == 1
+
+
+def test_servers_on_two_hosts_leave_the_file_of_one(
+    launcher: RemoteLauncher, hosts: Path, settings: ExecutionSettings, expected: Path, tmp_path: Path
+) -> None:
+    two = replace(SHORT, server=ServerConfig(shards=2))
+    result = run_trial(trial(two), tmp_path, settings, launcher)
+    assert result["status"] == "done", result["error"]
+    weights = tmp_path / "weights"
+    assert [path.name for path in weights.iterdir()] == ["final.safetensors"], "the parts came, and were joined here"
+    local = expected / "weights" / "final.safetensors"
+    assert (weights / "final.safetensors").read_bytes() == local.read_bytes()
+    run = RunFile.load(tmp_path / "run.json")
+    assert [path.stem for path in sorted((tmp_path / "events").glob("server*"))] == list(run.config.servers)
+    assert all(check.passed for check in check_files(tmp_path) if check.name != "trial id")
 
 
 def test_each_host_holds_its_own_secrets_and_no_others(
@@ -267,7 +284,7 @@ from workbench.launch.remote import Placement, RemoteLauncher, Site
 from workbench.execute import run_trial
 trial, settings, folder, connectors = pickle.load(open(sys.argv[1], "rb"))
 sites = [Site(name=name, connector=one, address="127.0.0.1") for name, one in connectors.items()]
-with RemoteLauncher(sites, lambda _: Placement("a", ("a", "a", "b", "c"))) as launcher:
+with RemoteLauncher(sites, lambda _: Placement(("a",), ("a", "a", "b", "c"))) as launcher:
     run_trial(trial, folder, settings, launcher)
 """
 
@@ -358,7 +375,7 @@ def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path:
     os.kill(silent._process.pid, signal.SIGSTOP)
     wait_until(lambda: lost == [silent], 60)
     assert "it has said nothing for" in silent.lost
-    with RemoteLauncher([], lambda _: Placement("a", ())) as launcher:
+    with RemoteLauncher([], lambda _: Placement(("a",), ())) as launcher:
         for said in (
             '{"a": 1}',
             '{"event": "answer"}',
@@ -385,7 +402,9 @@ def test_an_agent_that_says_nothing_or_nonsense_is_lost_and_said_to_be(tmp_path:
 )
 def test_a_host_that_cannot_be_reached_is_named_with_its_own_words(command: tuple[str, ...], words: str) -> None:
     with (
-        RemoteLauncher([Site(name="b", connector=command, address="b")], lambda _: Placement("b", ("b",))) as launcher,
+        RemoteLauncher(
+            [Site(name="b", connector=command, address="b")], lambda _: Placement(("b",), ("b",))
+        ) as launcher,
         pytest.raises(LaunchError, match=f"host b: .*{words}"),
     ):
         launcher.wait_ready()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spes_core.config import ParallelConfig, RunConfig, SyncConfig
+from spes_core.config import ParallelConfig, RunConfig, ServerConfig, SyncConfig
 from workbench.errors import StudyError
 from workbench.hosts import describe
 from workbench.launch.inventory import TEMPLATE, Host, Inventory, PlacementError, agent_site, connector, read_inventory
@@ -41,7 +41,7 @@ def test_the_inventory_that_the_documentation_shows_is_one(tmp_path: Path) -> No
     path = tmp_path / "hosts.yaml"
     path.write_text(block, encoding="utf-8")
     inventory = read_inventory(path)
-    assert inventory.server.name == "gpu1"
+    assert [host.name for host in inventory.servers] == ["gpu1"]
     assert inventory.place(run(4)).nodes == ("gpu1", "gpu2", "gpu3", "gpu4")
 
 
@@ -50,7 +50,7 @@ def test_the_template_is_an_inventory(tmp_path: Path) -> None:
     path.write_text(TEMPLATE, encoding="utf-8")
     inventory = read_inventory(path)
     assert [host.name for host in inventory.hosts] == ["a", "b"]
-    assert inventory.server.name == "a"
+    assert [host.name for host in inventory.servers] == ["a"]
 
 
 def test_all_mistakes_are_told_at_once_with_line_and_nearest_name(tmp_path: Path) -> None:
@@ -80,7 +80,6 @@ def test_rules_between_hosts_are_told_at_once(tmp_path: Path) -> None:
     assert mistakes(tmp_path, text) == [
         "2: hosts[0].nodes (-1) must not be negative",
         "3: hosts[1].work_dir (/w) is the folder of a too; give each its own",
-        "3: hosts[1].server (true) must be said of one host; a has the server already",
         "4: hosts[2].ssh (-oProxyCommand=x) must be a destination; options belong in ssh_options",
         "4: hosts[2].name (a) is that of hosts[0] too; give it another",
     ]
@@ -122,10 +121,22 @@ def test_an_empty_file_and_an_empty_list_are_refused(tmp_path: Path) -> None:
 def test_nodes_fill_the_hosts_in_order() -> None:
     inventory = Inventory((host("a", nodes=2), host("b", nodes=0, server=True), host("c", nodes=2)))
     placement = inventory.place(run(3))
-    assert (placement.server, placement.nodes) == ("b", ("a", "a", "c"))
+    assert (placement.servers, placement.nodes) == (("b",), ("a", "a", "c"))
     assert inventory.place(run(3)) == placement
     with pytest.raises(PlacementError, match=r"nodes \(5\) must be at most the 4"):
         inventory.place(run(5))
+
+
+def test_servers_that_share_the_tensors_take_the_hosts_for_servers_in_turn() -> None:
+    inventory = Inventory((host("a", nodes=2), host("b", server=True), host("c", nodes=0, server=True)))
+    placement = inventory.place(run(2, server=ServerConfig(shards=3)))
+    assert (placement.servers, placement.nodes) == (("b", "c", "b"), ("a", "a"))
+    assert placement.hosts == ("b", "c", "a")
+    assert [placement.host_of(f"server-{shard}-of-3") for shard in range(3)] == ["b", "c", "b"]
+    assert describe({"t": placement}) == ["1 trials: servers: 2 on b, 1 on c; nodes 0, 1 on a"]
+    assert inventory.place(run(2)).servers == ("b",)
+    gradients = inventory.place(run(3, server=ServerConfig(shards=3), sync=GRADIENTS))
+    assert gradients.hosts == ("a", "b"), "without rounds there is no server"
 
 
 def test_ranks_that_exchange_gradients_fill_the_hosts_as_nodes_do() -> None:

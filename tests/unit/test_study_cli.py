@@ -199,7 +199,9 @@ def test_taken_port_exits_2_and_creates_nothing(study_file: Path, capsys: pytest
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["probe.yaml", f"launcher.port={port}"]) == 2
-    assert f"launcher.port ({port}) cannot be listened on: Address already in use" in capsys.readouterr().err
+        assert f"launcher.port ({port}) cannot be listened on: Address already in use" in capsys.readouterr().err
+        assert main(["probe.yaml", f"launcher.port={port - 1}", "run.server.shards=2"]) == 2
+    assert f"launcher.port ({port - 1}; one of 2 servers takes {port}) cannot be" in capsys.readouterr().err
     assert [path.name for path in study_file.parent.iterdir()] == ["probe.yaml"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,7 @@ hosts:
     python: venv/bin/python      # interpreter that has the same packages as here
     nodes: 1                     # how many training nodes it takes
     gpus: 0
-    server: true                 # one host has the server; the first one where none says so
+    server: true                 # has the server; several hosts may say so where server.shards is above 1
   - name: b
     ssh: b
     address: 192.0.2.11
@@ -67,7 +68,8 @@ class Host:
     """How many nodes of a trial it takes."""
     gpus: int = 0
     server: bool = False
-    """Whether it has the server: of exactly one host; the first one's where none says so."""
+    """Whether it may have a server. The first of these hosts (or of all, where none says so) has that of a run; several
+    servers (server.shards) take them in turn."""
     listen: str | None = None
     """Address at which a server there listens; null: `address`."""
     ssh_options: tuple[str, ...] = ()
@@ -125,15 +127,16 @@ class Inventory:
     """The file, for messages."""
 
     @property
-    def server(self) -> Host:
-        """The host of the server."""
-        return next((host for host in self.hosts if host.server), self.hosts[0])
+    def servers(self) -> tuple[Host, ...]:
+        """The hosts that may have a server, that of a run's only one first."""
+        return tuple(host for host in self.hosts if host.server) or self.hosts[:1]
 
     def place(self, config: RunConfig) -> Placement:
         """Which hosts take the processes of a run; always the same for the same run. Raises PlacementError.
 
-        Nodes fill the hosts in the file's order, whatever they exchange; the ranks of one node stay together. Where
-        there is no server, the first node's host stands for it.
+        Nodes fill the hosts in the file's order, whatever they exchange; the ranks of one node stay together. Servers
+        that share the tensors take the hosts for servers in turn. Where there is no server, the first node's host
+        stands for it.
         """
         room = sum(host.nodes for host in self.hosts)
         if room < config.nodes:
@@ -148,8 +151,9 @@ class Inventory:
             if taken[host.name]:
                 self._require_gpus(host, taken[host.name] * ranks, config)
         if config.sync.exchange == "gradients":
-            return Placement(nodes[0], tuple(host for host in nodes for _ in range(ranks)), is_group=True)
-        return Placement(self.server.name if config.sync.exchange == "rounds" else nodes[0], nodes)
+            return Placement(nodes[:1], tuple(host for host in nodes for _ in range(ranks)), is_group=True)
+        hosts = itertools.cycle(self.servers)
+        return Placement(tuple(next(hosts).name for _ in config.servers) or nodes[:1], nodes)
 
     def _require_gpus(self, host: Host, ranks: int, config: RunConfig) -> None:
         """Several ranks for a node are for GPUs; where there are some, each rank must have its own."""
@@ -187,7 +191,6 @@ def _broken_rules(hosts: Sequence[Host]) -> Iterator[Problem]:
         yield Problem("hosts", "must list at least one host; python -m workbench.hosts template prints an example")
     seen: dict[str, int] = {}
     folders: dict[tuple[str, str, tuple[str, ...]], str] = {}
-    servers = [host.name for host in hosts if host.server]
     for index, host in enumerate(hosts):
         at = f"hosts[{index}]"
         yield from host.problems(at)
@@ -197,8 +200,6 @@ def _broken_rules(hosts: Sequence[Host]) -> Iterator[Problem]:
         other = folders.setdefault((host.ssh, host.folder.rstrip("/"), host.ssh_options), host.name)
         if other != host.name:
             yield Problem(f"{at}.work_dir", f"({host.work_dir}) is the folder of {other} too; give each its own")
-        if host.server and host.name != servers[0]:
-            yield Problem(f"{at}.server", f"(true) must be said of one host; {servers[0]} has the server already")
 
 
 def _place(source: Source, path: str) -> str:

@@ -72,6 +72,7 @@ def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement
     ``port`` is that of a server, or of the first rank of a group, 0 for any free one; ``placements`` are those of the
     trials that will run.
     """
+    placements = tuple(placements)
     groups = tuple(dict.fromkeys(placement.hosts for placement in placements if placement.spread))
     checked = tuple(Checked(host) for host in inventory.hosts)
     content, found = archive(), Preflight(checked, groups)
@@ -80,9 +81,9 @@ def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement
             each(pool, checked, lambda one: _ask(one, content))
             there = [one for one in checked if one.link is not None]
             _find_shared_folders(there)
-            server = next((one for one in there if one.host == inventory.server), None)
-            if server is not None:
-                try_server(pool, server, there, port)
+            for server in (one for one in there if one.host in inventory.servers):
+                for further in range(_most_servers(server.host.name, placements) if port else 1):
+                    try_server(pool, server, there, port and port + further)
             by_name = {one.host.name: one for one in there}
             for group in groups:
                 if by_name.keys() >= set(group):
@@ -92,6 +93,11 @@ def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement
                 one.abandon()
             raise
     return found
+
+
+def _most_servers(host: str, placements: Sequence[Placement]) -> int:
+    """How many servers a host has at once, at consecutive ports; one at least."""
+    return max([1, *(placement.servers.count(host) for placement in placements)])
 
 
 def _ask(one: Checked, content: bytes) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import secrets
 import signal
@@ -59,6 +60,11 @@ class Site:
     gpus: int = 0
 
     @property
+    def listen_at(self) -> str:
+        """Where a server there listens."""
+        return self.listen or self.address
+
+    @property
     def addresses(self) -> list[str]:
         """By what ranks on other hosts may reach it, what they would rather first."""
         return [self.address, self.listen] if self.listen else [self.address]
@@ -68,8 +74,8 @@ class Site:
 class Placement:
     """Which host takes which process of a run, by name."""
 
-    server: str
-    """The host of the server; of node 0 where there is none."""
+    servers: tuple[str, ...]
+    """The host of each server; of node 0 where there is none."""
     nodes: tuple[str, ...]
     """The host of each node, or of each rank of a group."""
     is_group: bool = False
@@ -77,13 +83,14 @@ class Placement:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """All hosts, that of the server first."""
-        return tuple(dict.fromkeys((self.server, *self.nodes)))
+        """All hosts, that of the first server before the others."""
+        return tuple(dict.fromkeys((*self.servers, *self.nodes)))
 
     def host_of(self, process: str) -> str:
         """The host of a process or participant, by its name."""
-        _, _, number = process.partition("-")
-        return self.nodes[int(number.partition("-")[0])] if number else self.server
+        kind, *numbers = process.split("-")
+        hosts = self.servers if kind == "server" else self.nodes
+        return hosts[int(numbers[0]) if numbers else 0]
 
     @property
     def spread(self) -> tuple[int, ...]:
@@ -110,10 +117,10 @@ class _Attempt:
     placement: Placement
     credentials: dict[str, bytes]
     """New certificates and a join token; nothing of them is kept here."""
-    listen: str
-    """Where the server listens, or the first rank of a group that several hosts share."""
-    call: str
-    """Where the others call it."""
+    listen: tuple[str, ...]
+    """Where each server listens, or the first rank of a group that several hosts share."""
+    call: tuple[str, ...]
+    """Where the others call each."""
     device: Literal["auto", "cpu", "cuda"]
     key: str
 
@@ -356,15 +363,19 @@ class RemoteLauncher:
 
     # What hosts are given
 
-    def _server_address(self, placement: Placement) -> tuple[str, str]:
-        """`_Attempt.listen` and `_Attempt.call`."""
-        site = self._sites[placement.server]
-        listen = site.listen or site.address
-        port = self._port or self.link(site.name).ask("free_port", address=listen)["port"]
-        return host_and_port(listen, port), host_and_port(site.address, port)
+    def _server_addresses(self, placement: Placement) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """`_Attempt.listen` and `_Attempt.call`; servers of one host have consecutive ports."""
+        ports = {}
+        for host, count in Counter(placement.servers).items():
+            where = self._sites[host].listen_at
+            first = self._port or self.link(host).ask("free_port", address=where, count=count)["port"]
+            ports[host] = itertools.count(first)
+        found = [(self._sites[host], next(ports[host])) for host in placement.servers]
+        listen = tuple(host_and_port(site.listen_at, port) for site, port in found)
+        return listen, tuple(host_and_port(site.address, port) for site, port in found)
 
     def _attempt(self, run: RunFile, placement: Placement) -> _Attempt:
-        listen, call = self._server_address(placement)
+        listen, call = self._server_addresses(placement)
         made, device = self._credentials(run, placement), self._device(run, placement)
         return _Attempt(run, placement, made, listen, call, device, secrets.token_hex(8))
 
@@ -378,9 +389,9 @@ class RemoteLauncher:
         """New certificates and a join token of an attempt."""
         if run.config.sync.exchange != "rounds":
             return {}
-        address = self._sites[placement.server].address
+        addresses = dict.fromkeys(self._sites[host].address for host in placement.servers)
         with tempfile.TemporaryDirectory(prefix="spes-credentials-") as folder:
-            hosts = ["localhost", "127.0.0.1", address]
+            hosts = list(dict.fromkeys(["localhost", "127.0.0.1", *addresses]))
             return {path.name: path.read_bytes() for path in credentials.make(Path(folder), run.config.nodes, hosts)}
 
     def _device(self, run: RunFile, placement: Placement) -> Literal["auto", "cpu", "cuda"]:
@@ -404,12 +415,14 @@ class RemoteLauncher:
             link.put_file(weights, there)
             config = replace(config, init=replace(config.init, weights=str(work / there)))
         secret = str(folder / "credentials") if config.sync.exchange == "rounds" else None
-        address = attempt.listen if link.name == placement.server else attempt.call
+        each = zip(placement.servers, attempt.listen, attempt.call, strict=True)
+        address, *further = (listen if host == link.name else call for host, listen, call in each)
         return replace(
             run,
             config=config,
             data_dir=str(work / where),
             server_address=address,
+            shard_addresses=(address, *further) if further else (),
             device=attempt.device,
             credentials=secret,
             meeting=Meeting(address=address, key=attempt.key) if placement.spread else None,
@@ -424,7 +437,7 @@ class RemoteLauncher:
     def _put_run(link: HostLink, folder: str, run: RunFile, attempt: _Attempt) -> None:
         """run.json, and of the credentials what the processes of this host show and trust."""
         link.put(f"{folder}/run.json", json.dumps(to_dict(run), indent=1).encode() + b"\n")
-        names = _participants(run.config, attempt.placement, link.name)
+        names = _certified(run.config, attempt.placement, link.name)
         common = ("ca.pem", credentials.TOKEN_FILE)
         for name, content in attempt.credentials.items():
             if name in common or name.rpartition(".")[0] in names:
@@ -439,9 +452,10 @@ class RemoteLauncher:
         self.close()
 
 
-def _participants(config: RunConfig, placement: Placement, host: str) -> list[str]:
-    names = [*config.servers, *(f"node-{node}" for node in range(config.nodes))]
-    return [name for name in names if placement.host_of(name) == host]
+def _certified(config: RunConfig, placement: Placement, host: str) -> list[str]:
+    """Whose certificates a host needs; all servers show the same."""
+    nodes = [f"node-{node}" for node in range(config.nodes) if placement.host_of(f"node-{node}") == host]
+    return ["server", *nodes] if host in placement.servers else nodes
 
 
 def _remote_folder(trial_dir: Path) -> str:
