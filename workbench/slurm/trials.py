@@ -51,8 +51,8 @@ _ADVICE = {
     "CANCELLED": "it was cancelled; the same command continues the trial",
     "PREEMPTED": "it was preempted and not requeued; the same command continues the trial",
     "GONE": "Slurm does not remember it, and it left no result; the same command continues the trial",
-    "NODE_FAIL": "its machine failed; resources.retries tries it again by itself, --retry-failed when asked",
-    "BOOT_FAIL": "its machine did not start; resources.retries tries it again by itself, --retry-failed when asked",
+    "NODE_FAIL": "its machine failed; --retry-failed goes on, as resources.retries does by itself",
+    "BOOT_FAIL": "its machine did not start; --retry-failed goes on, as resources.retries does by itself",
 }
 
 
