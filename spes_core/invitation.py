@@ -163,13 +163,10 @@ def others_paths(config: RunConfig) -> list[str]:
 def _lines(config: RunConfig, folder: Path, address: str) -> Iterator[str]:
     yield f"{config.nodes} invitations in {folder}, to {address}. Each is a secret: whoever has it can take part as"
     yield "that node. Send each to one participant, privately. In a folder of their own they run one line:"
-    python = "python"
-    if config.parallel.ranks_per_node > 1:
-        python += f" -m torch.distributed.run --standalone --nproc-per-node {config.parallel.ranks_per_node}"
     data = " --data CORPUS_FOLDER" if others_paths(config) else ""
     weights = " --init WEIGHTS_FILE" if config.init.kind == "weights" else ""
     for node in range(config.nodes):
-        yield f"  {python} -m spes_core.node node-{node}{SUFFIX}{data}{weights}"
+        yield f"  python -m spes_core.node node-{node}{SUFFIX}{data}{weights}"
 
 
 def _public_address(listen: str, public: str | None) -> str:

@@ -7,6 +7,7 @@ was taken, 1 on a failure, 2 on bad configuration, 130 interrupted; the last lin
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from spes_core import snapshots
+from spes_core import snapshots, torchrun
 from spes_core.checkpoint import save_final
 from spes_core.config import RunConfig
 from spes_core.data.batches import TokenSource
@@ -90,11 +91,26 @@ def _settled(arguments: argparse.Namespace) -> tuple[Path, int]:
         settled = settle(arguments.run, **given)
         if note := exposed(arguments.run):
             print(f"note: {note}", file=sys.stderr)
+        _become_ranks(*settled, allow_plaintext=arguments.allow_plaintext)
         return settled
     if named := next((name for name, value in given.items() if value is not None), None):
         message = f'("{given[named]}") belongs to an invitation, and {arguments.run} is none; leave it out'
         raise ConfigError([Problem(f"--{named}", message)])
     return arguments.run, arguments.node
+
+
+def _become_ranks(run_file: Path, node: int, *, allow_plaintext: bool) -> None:
+    """Become the torchrun of a node of several ranks; returns where a node is one process, and in its ranks."""
+    ranks = RunFile.load(run_file).config.parallel.ranks_per_node
+    if ranks == 1 or "RANK" in os.environ:
+        return
+    package, name = Path(__file__).absolute().parent, f"node-{node}"
+    torchrun.rendezvous(run_file.parent, name).unlink(missing_ok=True)
+    argv = torchrun.group_argv(sys.executable, package, run_file.parent, ranks, name)
+    plaintext = ("--allow-plaintext",) if allow_plaintext else ()
+    path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **torchrun.group_environment(), "PYTHONPATH": path}
+    os.execve(argv[0], [*argv, "--node", str(node), *plaintext], environment)
 
 
 def run_node(run: RunFile, trial_dir: Path, node: int) -> None:

@@ -34,6 +34,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "config",
             "dataconfig",
             "runfile",
+            "torchrun",
             "names",
             "partition",
             "sharding",
@@ -148,6 +149,7 @@ def test_the_workbench_knows_only_the_engine_s_plain_modules() -> None:
         "runfile",
         "sharding",
         "snapshots",
+        "torchrun",
         "weightsfile",
         "wireformat",
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,13 @@ from workbench.errors import StudyError
 from workbench.launch.inventory import TEMPLATE, Inventory, PlacementError, read_inventory
 from workbench.launch.preflight import Preflight, check
 from workbench.launch.remote import Placement, RemoteLauncher
+from workbench.launch.room import Room, rooms
 from workbench.terminal import print_table
 
 if TYPE_CHECKING:
+    from workbench.corpora import PreparedCorpus
     from workbench.spec import Study
-    from workbench.trials import Variant
+    from workbench.trials import Corpus, Variant
 
 _COLUMNS = ["host", "address", "takes", "python", "cores", "memory GiB", "GPUs", "free GB", "clock s", "answer ms"]
 
@@ -54,13 +56,26 @@ def placements(study: Study, variants: Iterable[Variant], inventory: Inventory) 
     return found
 
 
+def study_rooms(
+    study: Study, variants: Iterable[Variant], placed: Mapping[str, Placement], texts: Mapping[Corpus, PreparedCorpus]
+) -> dict[str, Room]:
+    """What the trials of a study need on the disk of each host."""
+    from workbench.trials import Corpus
+
+    at_once = study.resources.parallel_trials
+    prepared = {corpus: text.folder for corpus, text in texts.items()}
+    runs = ((one.config, placed[one.label], prepared.get(Corpus.of(one.config.data))) for one in variants)
+    return rooms(runs, 1 if at_once == "auto" else at_once)
+
+
 class StudyHosts:
     """The hosts of a study: read at once, asked when they are first needed, left by `close`."""
 
-    def __init__(self, study: Study, variants: Iterable[Variant]) -> None:
-        """Raises StudyError for an inventory that is wrong, or has no room."""
+    def __init__(self, study: Study, variants: Sequence[Variant], texts: Mapping[Corpus, PreparedCorpus]) -> None:
+        """``texts`` are those that are prepared. Raises StudyError for an inventory that is wrong, or has no room."""
         self._inventory, self._port = study_inventory(study), study.launcher.port
         self._placed = placements(study, variants, self._inventory)
+        self._rooms = study_rooms(study, variants, self._placed, texts)
         self._launcher: RemoteLauncher | None = None
 
     def ready(self) -> RemoteLauncher:
@@ -68,7 +83,7 @@ class StudyHosts:
         if self._launcher is None:
             inventory = self._inventory
             print(f"checking {len(inventory.hosts)} hosts of {inventory.path}", flush=True)
-            found = check(inventory, port=self._port, placements=self._placed.values())
+            found = check(inventory, port=self._port, placements=self._placed.values(), rooms=self._rooms)
             _print_notes(found)
             if found.problems:
                 found.close()
@@ -116,16 +131,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("template", help="print an example of an inventory")
     checking = commands.add_parser("check", help="read an inventory, ask its hosts, and list everything that is wrong")
     checking.add_argument("inventory", type=Path, help="the file, such as hosts.yaml")
-    checking.add_argument("--study", type=Path, help="a study whose trials must find room, too")
-    checking.add_argument("--port", type=int, default=0, help="where the server is to listen (default: a free one)")
+    checking.add_argument(
+        "--study", nargs="+", metavar=("FILE", "key=value"), help="a study whose trials must find room, too"
+    )
+    checking.add_argument("--port", type=int, default=0, help="where the server or rank 0 listens (default: any)")
     options = parser.parse_args(arguments)
     if options.command == "template":
         print(TEMPLATE, end="")
         return 0
     try:
         inventory = read_inventory(options.inventory)
-        placed, mistakes = ({}, []) if options.study is None else _placed(options.study, inventory)
-        found = check(inventory, port=options.port, placements=placed.values())
+        placed, needed, mistakes = ({}, None, []) if options.study is None else _placed(options.study, inventory)
+        found = check(inventory, port=options.port, placements=placed.values(), rooms=needed)
     except StudyError as error:
         for mistake in error.mistakes:
             print(f"error: {mistake}", file=sys.stderr)
@@ -142,19 +159,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 2 if problems else 0
 
 
-def _placed(path: Path, inventory: Inventory) -> tuple[dict[str, Placement], list[str]]:
-    """Where the trials of a study run; and for which there is no room."""
+def _placed(
+    words: Sequence[str], inventory: Inventory
+) -> tuple[dict[str, Placement], dict[str, Room] | None, list[str]]:
+    """Where the trials of a study, given with its overrides, run, and what they need; and which have no room."""
     from workbench.spec import read_study
+    from workbench.study import find_corpora
     from workbench.trials import expand
 
-    study = read_study(path)
+    study = read_study(Path(words[0]), words[1:])
+    variants = expand(study)
     try:
-        placed = placements(study, expand(study), inventory)
+        placed = placements(study, variants, inventory)
     except StudyError as error:
-        return {}, list(error.mistakes)
+        return {}, None, list(error.mistakes)
     for line in describe(placed):
         print(line)
-    return placed, []
+    return placed, study_rooms(study, variants, placed, find_corpora(study, variants)), []
 
 
 def _show(found: Preflight) -> None:

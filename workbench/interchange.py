@@ -179,12 +179,10 @@ def _server_argv(trial: Trial) -> list[str]:
 
 def _node_argv(trial: Trial, corpus: PreparedCorpus, node: int | str) -> list[str]:
     """What starts a node, in the folder that `_write` makes."""
-    ranks = trial.config.parallel.ranks_per_node
-    group = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     weights = ["--init", _weights_of(trial)] if trial.config.init.kind == "weights" else []
     invitation = f"{trial.name}/keys/node-{node}{SUFFIX}"
     folder = ["--folder", f"{trial.name}/node-{node}"]
-    return ["python", *group, "-m", "spes_core.node", invitation, "--data", _data_of(trial, corpus), *weights, *folder]
+    return ["python", "-m", "spes_core.node", invitation, "--data", _data_of(trial, corpus), *weights, *folder]
 
 
 def _sky_task(study: Study, trials: Sequence[Trial], corpora: Mapping[Corpus, PreparedCorpus], out: Path) -> Tree:

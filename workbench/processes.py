@@ -9,6 +9,7 @@ from pathlib import Path
 
 import spes_core
 from spes_core.runfile import RunFile
+from spes_core.torchrun import group_argv, group_environment
 
 GROUP = "torchrun"
 """Name of the process that starts the ranks of a process group; where several hosts share it, with the first rank."""
@@ -61,8 +62,8 @@ def plan(
         name = f"node-{node}"
         argv: tuple[str, ...] = (python, "-m", "spes_core.node", run_file)
         if ranks > 1:
-            argv = _group_argv(python, package, trial_dir.absolute(), ranks, name)
-        node_env = env | _group_environment(None) if ranks > 1 else env
+            argv = group_argv(python, package, trial_dir.absolute(), ranks, name)
+        node_env = env | group_environment() if ranks > 1 else env
         nodes.append(ProcessSpec(name=name, argv=(*argv, "--node", str(node)), env=node_env))
     servers = []
     for shard, name in enumerate(run.config.servers):
@@ -75,10 +76,10 @@ def _groups(
     run: RunFile, trial_dir: Path, python: str, package: Path, spread: Sequence[int], interface: str | None
 ) -> list[ProcessSpec]:
     """The torchruns of the ranks that exchange gradients: one, or one of each host."""
-    env, specs, first_rank = environment(run) | _group_environment(interface), list[ProcessSpec](), 0
+    env, specs, first_rank = environment(run) | group_environment(interface), list[ProcessSpec](), 0
     for ranks in spread or (run.config.world_size,):
         name = f"{GROUP}-{first_rank}" if spread else GROUP
-        argv = _group_argv(python, package, trial_dir, ranks, name)
+        argv = group_argv(python, package, trial_dir, ranks, name)
         if spread:
             argv = (*argv, "--node", str(first_rank // run.config.parallel.ranks_per_node))
         specs.append(ProcessSpec(name=name, argv=argv, env=env))
@@ -102,34 +103,3 @@ def environment(run: RunFile) -> dict[str, str]:
         "PYTHONIOENCODING": "utf-8:backslashreplace",
         "TOKENIZERS_PARALLELISM": "false",
     }
-
-
-def _group_environment(interface: str | None) -> dict[str, str]:
-    """What keeps a group of one host on that host: torchrun opens no store, and ranks talk over the loopback only.
-
-    Between hosts they talk over the ``interface``; NCCL would take any whose name begins like it, but for the "=".
-    """
-    loopback = "lo0" if sys.platform == "darwin" else "lo"
-    return {
-        "GLOO_SOCKET_IFNAME": interface or loopback,
-        "NCCL_SOCKET_IFNAME": f"={interface}" if interface else loopback,
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
-
-
-def _group_argv(python: str, package: Path, trial_dir: Path, ranks: int, name: str) -> tuple[str, ...]:
-    """A single-host torchrun group that meets in a file, as torch's own TCP store listens on every interface.
-
-    On Linux torchrun forks the ranks, which then have torch loaded, as torchrun has. Elsewhere it starts each from
-    scratch in a session of its own, which signals to the group do not reach; so ranks are told to end with torchrun.
-    What follows "--" is never taken for an option of torchrun's own, as --node would be for --node-rank.
-    """
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--local-addr", "127.0.0.1")
-    file = ("--rdzv-endpoint", str(trial_dir / f"{name}.rendezvous"), "--rdzv-id", name)
-    meeting = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", *file)
-    logs = ("--log-dir", str(trial_dir / "logs"))
-    if sys.platform == "linux":
-        node = ("--start-method", "fork", "--run-path", "--", str(package / "node.py"))
-    else:
-        node = ("-m", "--", "spes_core.node")
-    return (python, *torchrun, *meeting, *logs, *node, str(trial_dir / "run.json"), "--die-with-parent")

@@ -101,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_study(options: argparse.Namespace, command: str) -> int:
     """Plan the study, and run it unless only the plan was asked for; returns the exit code."""
-    from workbench.selection import is_selected, select
+    from workbench.selection import select
     from workbench.spec import read_study
     from workbench.trials import expand, without_search
 
@@ -116,8 +116,7 @@ def run_study(options: argparse.Namespace, command: str) -> int:
     if options.dry_run:
         from workbench.dryrun import show_plan
 
-        searched = None if study.search is None else study.search.arm
-        shown = [one for one in variants if one.arm.name == searched or is_selected(options.only, one)]
+        shown = [one for one in variants if _may_run(study, one, options.only)]
         show_plan(study, shown, results, find_corpora(study, variants))
         if study.launcher.kind == "ssh":
             _show_hosts(study, shown)
@@ -144,7 +143,8 @@ def _ready_place(
     if study.launcher.kind == "ssh":
         from workbench.hosts import StudyHosts
 
-        with closing(StudyHosts(study, variants)) as hosts:
+        meant = [one for one in variants if _may_run(study, one, options.only)]
+        with closing(StudyHosts(study, meant, find_corpora(study, meant))) as hosts:
             if _will_run(study, variants, results, options):
                 hosts.ready()
             yield hosts
@@ -159,6 +159,13 @@ def _ready_place(
         _require_free_ports(study, max((len(variant.config.servers) for variant in variants), default=1))
         require_room(study, variants, Budget.of(study.resources))
     yield None
+
+
+def _may_run(study: Study, variant: Variant, only: Sequence[str]) -> bool:
+    """Whether --only leaves a variant in; those that stand for the space of a search it does not name."""
+    from workbench.selection import is_selected
+
+    return (study.search is not None and variant.arm.name == study.search.arm) or is_selected(only, variant)
 
 
 def _will_run(study: Study, variants: Sequence[Variant], results: Path, options: argparse.Namespace) -> bool:

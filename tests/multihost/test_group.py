@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,11 @@ from tests.processes.runs import final_weights, write_corpus
 from tests.processes.test_launch import wait_until
 from tests.processes.test_launch_engine import config, trial
 from workbench.execute import ExecutionSettings, run_trial
+from workbench.launch.checked import Checked
 from workbench.launch.inventory import Host, Inventory
 from workbench.launch.local import open_launcher
 from workbench.launch.preflight import check
+from workbench.launch.reach import try_group
 from workbench.launch.remote import RemoteLauncher
 
 pytestmark = [pytest.mark.multihost, pytest.mark.xdist_group("multihost")]
@@ -82,26 +86,45 @@ def test_ranks_on_two_hosts_have_the_bits_of_one_host_and_end_together(
     found = check(listed, port=PORT, placements=[listed.place(RUN)])
     assert found.problems == []
     assert "host-1 and host-2 exchange gradients at every step, unencrypted" in found.notes[0]
+    for told, other in zip(behind_a_firewall(hosts, found.checked[1:]), ("host-2", "host-1"), strict=True):
+        assert f"host {other} cannot be reached from it: " in told[0]
+        assert told[-1].endswith("; ranks that exchange gradients need all ports")
     with RemoteLauncher(found.sites, listed.place, port=PORT, links=found.links) as launcher:
         assert [launcher.link(link.name) for link in found.links] == found.links, "its agents are those of the check"
         result: dict[str, Any] = {}
         folder = tmp_path / "there"
         thread = threading.Thread(target=lambda: result.update(run_trial(trial(RUN), folder, settings, launcher)))
         thread.start()
-        wait_until(lambda: step(folder) >= 6, 120)
+        wait_until(lambda: step(folder) >= 6, 180)
         own = {hosts.address(host) for host in ("host-1", "host-2")}
         assert listening(hosts, "host-1") | listening(hosts, "host-2") == own, "nothing listens on every interface"
         before = [*family(hosts, "host-1"), *family(hosts, "host-2")]
         assert len(before) == 2 + 3
         leader = next(one for one in family(hosts, "host-2") if one.children())
         os.kill(leader.pid, signal.SIGKILL)
-        thread.join(60)
+        thread.join(180)
         assert result["status"] == "failed"
         assert result["error"]["message"].startswith("torchrun-2 was killed (SIGKILL)"), "not whoever fell with it"
         assert not any(one.is_running() for one in before)
         assert run_trial(trial(RUN), folder, settings, launcher)["status"] == "done"
     assert [event["step"] for event in read_events(folder / "events" / "node-2.jsonl") if event["kind"] == "resume"]
     assert_bitwise_equal(final_weights(folder), final_weights(tmp_path / "here"))
+
+
+def behind_a_firewall(hosts: Testbed, members: Sequence[Checked]) -> list[list[str]]:
+    """What is said of two hosts that cannot reach each other."""
+    routes = [
+        ("-n", hosts.namespace(one), "route", "{}", "unreachable", hosts.address(other))
+        for one, other in (("host-1", "host-2"), ("host-2", "host-1"))
+    ]
+    fresh = [replace(one, problems=[]) for one in members]
+    for do in ("add", "del"):
+        for words in routes:
+            subprocess.run(["ip", *(do if word == "{}" else word for word in words)], check=True)
+        if do == "add":
+            with ThreadPoolExecutor() as pool:
+                try_group(pool, fresh, PORT)
+    return [one.problems for one in fresh]
 
 
 def step(folder: Path) -> int:

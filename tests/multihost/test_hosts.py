@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from workbench.launch.hostlink import HostLink
 from workbench.launch.inventory import Host, Inventory, agent_site, connector
 from workbench.launch.launcher import LaunchError
 from workbench.launch.preflight import _other_versions, _problems_of, check
+from workbench.launch.room import Room
 from workbench.provenance import PACKAGES, code_digest, package_version
 
 SSHD = shutil.which("sshd") or shutil.which("sshd", path="/usr/sbin:/sbin")
@@ -160,9 +162,11 @@ def test_all_problems_of_all_hosts_are_told_at_once(ssh_config: Path, tmp_path: 
             host(ssh_config, tmp_path / "file" / "w", "full"),
         )
     )
-    problems = "\n".join(check(inventory).problems)
+    with closing(check(inventory, rooms={"twin": Room(trials_bytes=10**18, copies={"data/x": 2 * 10**18})})) as found:
+        problems = "\n".join(found.problems)
     for expected in (
         "host twin: it shows",
+        "for the study, which needs 3e+09: checkpoints, rounds and weights 1e+09, text and first weights 2e+09; free",
         f"host twin: its work folder {tmp_path}/link is that of a too",
         "host away: ssh: connect to host 127.0.0.1 port 1: Connection refused",
         "host snakeless: ",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from spes_core import invitation, node, server
@@ -358,7 +359,7 @@ def test_the_server_refuses_an_invitation_of_another_server(corpus: tuple[RunCon
     started.wait(20)
 
 
-def test_a_participant_with_several_ranks_runs_its_line_as_it_is_printed(
+def test_a_participant_with_several_ranks_runs_the_same_line_and_is_heard_by_nobody_else(
     corpus: tuple[RunConfig, Path], tmp_path: Path
 ) -> None:
     config = replace(corpus[0], nodes=1, parallel=ParallelConfig(ranks_per_node=2), budget_tokens=4 * 8 * 16)
@@ -370,9 +371,17 @@ def test_a_participant_with_several_ranks_runs_its_line_as_it_is_printed(
     server = start("server", tmp_path / "server.log", str(at / "run.json"), *keys)
     until(lambda: (at / "server.address").exists(), server)
     (line,) = [line.split() for line in server.output.splitlines() if line.startswith("  python")]
+    assert line == ["python", "-m", "spes_core.node", "node-0.invite", "--data", "CORPUS_FOLDER"]
     given = {"node-0.invite": str(at / "keys" / "node-0.invite"), "CORPUS_FOLDER": str(corpus[1])}
     argv = (sys.executable, *(given.get(word, word) for word in line[1:]), "--folder", str(tmp_path / "own"))
     node = Started(ProcessSpec(name="node-0", argv=argv, env={}), tmp_path / "node-0.log")
+    until(lambda: (tmp_path / "own" / "events" / "node-0.jsonl").exists(), node, 120)
+    assert node._running.pid is not None
+    leader = psutil.Process(node._running.pid)
+    family = [leader, *leader.children(recursive=True)]
+    assert len(family) >= 3
+    open_at = {line.laddr.ip for one in family for line in one.net_connections() if line.status == "LISTEN"}
+    assert open_at == {"127.0.0.1"}, "torchrun by itself would listen on every interface"
     found = outputs({"server": server, "node-0": node}, 120)
     assert all(status == 0 for status, _ in found.values()), found
     assert_bitwise_equal(final_weights(at), final_weights(tmp_path / "local"))

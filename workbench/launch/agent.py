@@ -116,6 +116,7 @@ class Agent:
             "code_digest": code_digest(),
             "package": str(Path(snapshots.__file__).parent),
             "free_bytes": shutil.disk_usage(self._work).free,
+            "trials_bytes": sum(path.stat().st_size for path in (self._work / "trials").rglob("*") if path.is_file()),
             "free_memory_bytes": available_memory_bytes(),
             "host": socket.gethostname(),
             **hardware(),

@@ -7,7 +7,7 @@ import platform
 import secrets
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,10 +18,12 @@ from workbench.launch.inventory import Inventory, agent_site, connector
 from workbench.launch.launcher import LaunchError
 from workbench.launch.reach import try_group, try_server
 from workbench.launch.remote import Placement, Site
+from workbench.launch.room import Room
 from workbench.provenance import PACKAGES, code_digest, package_version
 
 MAX_SKEW_S = 2.0
-MIN_FREE_BYTES = 2e9
+MIN_FREE_BYTES = 0.2e9
+"""What the code and the logs of any study take; more is computed from the study."""
 _CLOCK_READINGS = 3
 _ANSWER_S = 120.0
 _OURS = "spes-workbench"
@@ -66,11 +68,17 @@ class Preflight:
             list(pool.map(HostLink.close, self.links))
 
 
-def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement] = ()) -> Preflight:
+def check(
+    inventory: Inventory,
+    *,
+    port: int = 0,
+    placements: Iterable[Placement] = (),
+    rooms: Mapping[str, Room] | None = None,
+) -> Preflight:
     """Ask every host; our code is copied to those that can run it.
 
     ``port`` is that of a server, or of the first rank of a group, 0 for any free one; ``placements`` are those of the
-    trials that will run.
+    trials that will run, ``rooms`` what they need on the disk of each host.
     """
     placements = tuple(placements)
     groups = tuple(dict.fromkeys(placement.hosts for placement in placements if placement.spread))
@@ -80,6 +88,8 @@ def check(inventory: Inventory, *, port: int = 0, placements: Iterable[Placement
         try:
             each(pool, checked, lambda one: _ask(one, content))
             there = [one for one in checked if one.link is not None]
+            if rooms is not None:
+                each(pool, there, lambda one: _find_room(one, rooms.get(one.host.name, Room())))
             _find_shared_folders(there)
             for server in (one for one in there if one.host in inventory.servers):
                 for further in range(_most_servers(server.host.name, placements) if port else 1):
@@ -116,9 +126,10 @@ def _ask(one: Checked, content: bytes) -> None:
         one.problems += [f"host {host.name}: {problem}" for problem in _other_versions(one.arrived)]
     if one.problems:
         return
-    one.link = HostLink(host.name, agent_site(host, one.arrived.path).connector, lambda *_: None, lambda _: None)
-    one.facts = one.link.ask("facts", timeout_s=_ANSWER_S)
-    one.skew_s, one.round_trip_s = _clock(one.link)
+    link = HostLink(host.name, agent_site(host, one.arrived.path).connector, lambda *_: None, lambda _: None)
+    one.note_link(link)
+    one.facts = link.ask("facts", timeout_s=_ANSWER_S)
+    one.skew_s, one.round_trip_s = _clock(link)
     for problem in _problems_of(one):
         one.blame(problem)
 
@@ -163,6 +174,19 @@ def _problems_of(one: Checked) -> Iterator[str]:
         yield f"its clock is {abs(one.skew_s):.1f} s {way} the one here, more than {MAX_SKEW_S:g} s; set both"
     if len(facts["gpus"]) < host.gpus:
         yield f"it shows {len(facts['gpus'])} GPUs, but gpus is {host.gpus}; lower that or mend its driver"
+
+
+def _find_room(one: Checked, room: Room) -> None:
+    """Whether what trials store, and what is copied for them, has room; what lies there of trials is theirs again."""
+    assert one.link is not None
+    missing = [size for place, size in room.copies.items() if not one.link.ask("has", path=place)["there"]]
+    needed, free = room.trials_bytes + sum(missing), one.facts["free_bytes"] + one.facts["trials_bytes"]
+    if free < needed:
+        one.blame(
+            f"{one.facts['work']} has {free / 1e9:.3g} GB for the study, which needs {needed / 1e9:.3g}: checkpoints,"
+            f" rounds and weights {room.trials_bytes / 1e9:.3g}, text and first weights {sum(missing) / 1e9:.3g}; free"
+            " some, or lower resources.parallel_trials, checkpoint.keep or checkpoint.interval_rounds"
+        )
 
 
 def _find_shared_folders(there: Sequence[Checked]) -> None:

@@ -13,12 +13,10 @@ The trial's folder here looks as if its processes had run here, but for checkpoi
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import secrets
 import signal
-import socket
 import tempfile
 import threading
 from collections import Counter
@@ -30,7 +28,6 @@ from typing import Any, Literal, Self
 
 from spes_core import snapshots
 from spes_core.config import RunConfig, to_dict
-from spes_core.filedigest import file_digest
 from spes_core.protocol import credentials
 from spes_core.runfile import Meeting, RunFile
 from spes_core.snapshots import ResumePoint
@@ -38,6 +35,7 @@ from workbench.launch import wire
 from workbench.launch.hostlink import HostLink
 from workbench.launch.launcher import LaunchError, Running, count_running
 from workbench.launch.ports import host_and_port
+from workbench.launch.staging import text_place, trial_place, weights_place
 from workbench.processes import ProcessSpec, plan
 
 _READY_TIMEOUT_S = 180.0
@@ -153,8 +151,8 @@ class RemoteLauncher:
         """Bytes that each of them holds."""
         self._started = self._ended = 0
         self._staged: dict[Path, _Staged] = {}
-        self._digests: dict[Path, str] = {}
-        """By folder of token files; they do not change while a study runs."""
+        self._texts: dict[Path, str] = {}
+        """Places of folders of token files, which do not change while a study runs."""
         for link in self._links.values():
             link.hand_over(self._take, self._lose)
 
@@ -203,7 +201,7 @@ class RemoteLauncher:
 
     def resume_points(self, config: RunConfig, trial_dir: Path) -> dict[str, ResumePoint]:
         """See `Launcher`: what each participant's host has for it."""
-        placement, folder = self._place(config), _remote_folder(trial_dir)
+        placement, folder = self._place(config), trial_place(trial_dir)
         whole = to_dict(config)
         answers = {host: self.link(host).ask("stored", folder=folder, config=whole) for host in placement.hosts}
         told = {host: answer["stored"] for host, answer in answers.items()}
@@ -214,7 +212,7 @@ class RemoteLauncher:
         """See `Launcher`."""
         placement = self._place(run.config)
         links = {host: self.link(host) for host in placement.hosts}
-        staged = _Staged(_remote_folder(trial_dir), trial_dir, links)
+        staged = _Staged(trial_place(trial_dir), trial_dir, links)
         attempt = self._attempt(run, placement)
         by_name: dict[str, ProcessSpec] = {}
         with self._changed:
@@ -407,12 +405,11 @@ class RemoteLauncher:
         """run.json as one host needs it; its token files and first weights are put there."""
         run, placement, work = attempt.run, attempt.placement, folder.parent.parent
         data, config = Path(run.data_dir), run.config
-        where = f"data/{self._digest_of(data)}"
+        where = self._text_place(data)
         link.put_folder(data, where)
         if config.init.kind == "weights":
-            weights = Path(config.init.weights or "")
-            there = f"weights/{config.init.digest}/{weights.name}"
-            link.put_file(weights, there)
+            there = weights_place(config.init)
+            link.put_file(Path(config.init.weights or ""), there)
             config = replace(config, init=replace(config.init, weights=str(work / there)))
         secret = str(folder / "credentials") if config.sync.exchange == "rounds" else None
         each = zip(placement.servers, attempt.listen, attempt.call, strict=True)
@@ -428,10 +425,10 @@ class RemoteLauncher:
             meeting=Meeting(address=address, key=attempt.key) if placement.spread else None,
         )
 
-    def _digest_of(self, folder: Path) -> str:
-        if folder not in self._digests:
-            self._digests[folder] = _digest_of(folder)
-        return self._digests[folder]
+    def _text_place(self, folder: Path) -> str:
+        if folder not in self._texts:
+            self._texts[folder] = text_place(folder)
+        return self._texts[folder]
 
     @staticmethod
     def _put_run(link: HostLink, folder: str, run: RunFile, attempt: _Attempt) -> None:
@@ -458,22 +455,7 @@ def _certified(config: RunConfig, placement: Placement, host: str) -> list[str]:
     return ["server", *nodes] if host in placement.servers else nodes
 
 
-def _remote_folder(trial_dir: Path) -> str:
-    """A name for a trial's folder on hosts that no other controller's trial has."""
-    key = hashlib.sha256(f"{socket.gethostname()}:{trial_dir.absolute()}".encode()).hexdigest()[:16]
-    return f"trials/{key}"
-
-
 def _sizes(trial_dir: Path) -> dict[str, int]:
     """How many bytes there are here of each file that grows on hosts."""
     files = [path for part in _GROWING for path in (trial_dir / part).rglob("*") if path.is_file()]
     return {path.relative_to(trial_dir).as_posix(): path.stat().st_size for path in files}
-
-
-def _digest_of(folder: Path) -> str:
-    """SHA-256 (hex, short) over the names and contents of a folder's files."""
-    total = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            total.update(f"{path.relative_to(folder).as_posix()} {file_digest(path)}\n".encode())
-    return total.hexdigest()[:32]
