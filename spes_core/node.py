@@ -84,6 +84,20 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _become_ranks(run_file: Path, node: int, *, allow_plaintext: bool) -> None:
+    """Become the torchrun of a node of several ranks; returns where a node is one process, and in its ranks."""
+    ranks = RunFile.load(run_file).config.parallel.ranks_per_node
+    if ranks == 1 or "RANK" in os.environ:
+        return
+    package, name = Path(__file__).absolute().parent, f"node-{node}"
+    torchrun.rendezvous(run_file.parent, name).unlink(missing_ok=True)
+    argv = torchrun.group_argv(sys.executable, package, run_file.parent, ranks, name)
+    plaintext = ("--allow-plaintext",) if allow_plaintext else ()
+    path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, **torchrun.group_environment(), "PYTHONPATH": path}
+    os.execve(argv[0], [*argv, "--node", str(node), *plaintext], environment)
+
+
 def _settled(arguments: argparse.Namespace) -> tuple[Path, int]:
     """run.json and the node: as given, or as an invitation leads to them. Raises ConfigError."""
     given = {name: getattr(arguments, name) for name in ("data", "init", "folder")}
@@ -97,20 +111,6 @@ def _settled(arguments: argparse.Namespace) -> tuple[Path, int]:
         message = f'("{given[named]}") belongs to an invitation, and {arguments.run} is none; leave it out'
         raise ConfigError([Problem(f"--{named}", message)])
     return arguments.run, arguments.node
-
-
-def _become_ranks(run_file: Path, node: int, *, allow_plaintext: bool) -> None:
-    """Become the torchrun of a node of several ranks; returns where a node is one process, and in its ranks."""
-    ranks = RunFile.load(run_file).config.parallel.ranks_per_node
-    if ranks == 1 or "RANK" in os.environ:
-        return
-    package, name = Path(__file__).absolute().parent, f"node-{node}"
-    torchrun.rendezvous(run_file.parent, name).unlink(missing_ok=True)
-    argv = torchrun.group_argv(sys.executable, package, run_file.parent, ranks, name)
-    plaintext = ("--allow-plaintext",) if allow_plaintext else ()
-    path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **torchrun.group_environment(), "PYTHONPATH": path}
-    os.execve(argv[0], [*argv, "--node", str(node), *plaintext], environment)
 
 
 def run_node(run: RunFile, trial_dir: Path, node: int) -> None:

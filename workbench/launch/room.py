@@ -10,9 +10,17 @@ from pathlib import Path
 
 from spes_core import snapshots
 from spes_core.config import RunConfig
-from spes_core.model.counting import FEEDBACK_CODECS, FLOAT32_BYTES, keeps_rounded, memory, round_bytes, tensor_shapes
+from spes_core.model.counting import (
+    FEEDBACK_CODECS,
+    FLOAT32_BYTES,
+    keeps_rounded,
+    memory,
+    tensor_shapes,
+    tensors_by_shard,
+)
 from spes_core.model.counting import trained_tensors as trained_by
 from spes_core.schedules import checkpoint_steps, merge_steps, round_steps
+from spes_core.sharding import is_server
 from spes_core.wireformat import FORMATS
 from workbench.launch.remote import Placement
 from workbench.launch.staging import text_place, weights_place
@@ -54,10 +62,11 @@ def stored_bytes(config: RunConfig, placement: Placement) -> Counter[str]:
     """By host: what the processes of one run hold on the disk at most; 0 for a host that only computes."""
     total = Counter(dict.fromkeys(placement.hosts, 0))
     files = config.checkpoint.keep + 1 if checkpoint_steps(config) else 0
-    model_bytes = FLOAT32_BYTES * sum(map(prod, tensor_shapes(config.model).values()))
+    shapes = tensor_shapes(config.model)
+    model_bytes = FLOAT32_BYTES * sum(map(prod, shapes.values()))
     own_final = [0] if config.sync.exchange == "gradients" else range(config.nodes)
     for name in snapshots.participants(config):
-        if name not in config.servers:
+        if not is_server(name):
             node = int(name.split("-")[1])
             total[placement.host_of(name)] += files * _checkpoint_bytes(config, node)
     if config.sync.exchange != "rounds":
@@ -65,9 +74,11 @@ def stored_bytes(config: RunConfig, placement: Placement) -> Counter[str]:
             total[placement.host_of(f"node-{node}")] += model_bytes
         return total
     copies = 1 + (config.outer.kind != "none") + (config.wire.dtype in FEEDBACK_CODECS)
-    held = (files * copies + 1) * model_bytes + _journal_bytes(config)
-    for host in placement.servers:
-        total[host] += -(-held // len(placement.servers))
+    for server, names in zip(config.servers, tensors_by_shard(config), strict=True):
+        values_bytes = FLOAT32_BYTES * sum(prod(shapes[name]) for name in names)
+        total[placement.host_of(server)] += (files * copies + 1) * values_bytes + _journal_bytes(config, names)
+    if len(config.servers) > 1:
+        total[placement.host_of(config.servers[-1])] += model_bytes  # the one file, made of the parts
     return total
 
 
@@ -82,15 +93,19 @@ def _checkpoint_bytes(config: RunConfig, node: int) -> int:
     return parts.weights_bytes + parts.moments_bytes + FLOAT32_BYTES * kept
 
 
-def _journal_bytes(config: RunConfig) -> int:
-    """The rounds that a server keeps, back to the newest checkpoint of all: uploads, and results that are none's."""
-    wire, partition = FORMATS[config.wire.dtype], config.make_partition()
-    uploads = sum(round_bytes(config, node, merged=False).uplink_payload_bytes for node in range(config.nodes))
-    shared = whole = 0
-    for name, shape in tensor_shapes(config.model).items():
-        size = wire.encoded_bytes(prod(shape))
+def _journal_bytes(config: RunConfig, names: Iterable[str]) -> int:
+    """The rounds of some tensors that a server keeps, back to the newest checkpoint of all.
+
+    Of each there are the uploads, and the new values that are nobody's upload.
+    """
+    shapes, partition = tensor_shapes(config.model), config.make_partition()
+    uploads = shared = whole = 0
+    for name in names:
+        size = FORMATS[config.wire.dtype].encoded_bytes(prod(shapes[name]))
+        trainers = sum(partition.trains(node, name) for node in range(config.nodes))
+        uploads += trainers * size
         whole += size
-        shared += size if sum(partition.trains(node, name) for node in range(config.nodes)) > 1 else 0
+        shared += size if trainers > 1 else 0
     plain = whole if config.outer.kind != "none" else shared
     merged = set(merge_steps(config))
     sizes = [uploads + (whole if step in merged else plain) for step in round_steps(config)]
