@@ -126,7 +126,7 @@ class SlurmTrials:
             time.sleep(_POLL_S)
 
     def _has_more_to_say(self, result: dict[str, Any]) -> bool:
-        """Whether a job whose trial has a result may bring another: it scores the trial, tries it again, or explains."""
+        """Whether a job whose trial has a result may bring another: it scores, tries again, or explains."""
         is_unexplained = killed_for_memory(result) and MORE_MEMORY not in result["error"]["message"]
         return bool(self._study.evaluation.tasks) or died_silently(result) or is_unexplained
 
