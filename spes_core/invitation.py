@@ -28,6 +28,7 @@ from spes_core.runfile import RunFile
 from spes_core.structure import build
 
 SUFFIX = ".invite"
+_OTHERS_MODE = 0o077
 VERSION = 1
 _KEY, _DIGEST = "spes_invitation", "sha256"
 _MOST_BYTES = 1 << 20
@@ -94,6 +95,24 @@ class Invitation:
             raise _wrong(path, f"invites to what cannot be run: {_one_line(ConfigError(problems))}")
         credentials.check_certificate(path, f"node-{found.node}", found.credentials)
         return found
+
+
+def is_invitation(path: Path) -> bool:
+    """Whether a file is an invitation by its name, or by how it begins: what sends files may rename them."""
+    if path.suffix == SUFFIX:
+        return True
+    try:
+        with path.open("rb") as file:
+            return f'"{_KEY}"'.encode() in file.read(64)
+    except OSError:
+        return False
+
+
+def exposed(path: Path) -> str:
+    """What to say of an invitation that others on this machine may read; "" where none can."""
+    if not path.stat().st_mode & _OTHERS_MODE:
+        return ""
+    return f"others on this machine can read {path}, with which anyone takes part as this node: chmod 600 it"
 
 
 def invite(run: RunFile, folder: Path, public: str | None) -> tuple[RunFile, list[str]]:

@@ -25,7 +25,7 @@ from spes_core.data.batches import TokenSource
 from spes_core.errors import ConfigError, Problem, SpesError, file_failure
 from spes_core.events import Events, EventWriter, NoEvents
 from spes_core.initial import fill, initial_weights
-from spes_core.invitation import SUFFIX
+from spes_core.invitation import exposed, is_invitation
 from spes_core.model import counting
 from spes_core.model.decoder import Decoder
 from spes_core.participant import settle
@@ -65,10 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.die_with_parent:
         die_with_parent()
     try:
-        if arguments.run.suffix == SUFFIX:
-            given = {name: getattr(arguments, name) for name in ("data", "init", "folder")}
-            arguments.run, arguments.node = settle(arguments.run, **given)
-            _become_ranks(arguments.run, arguments.node, allow_plaintext=arguments.allow_plaintext)
+        arguments.run, arguments.node = _settled(arguments)
         run = RunFile.load(arguments.run)
         run = replace(run, allow_plaintext=run.allow_plaintext or arguments.allow_plaintext)
         run_node(run, arguments.run.parent, arguments.node)
@@ -99,6 +96,21 @@ def _become_ranks(run_file: Path, node: int, *, allow_plaintext: bool) -> None:
     path = os.pathsep.join(filter(None, (str(package.parent), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, **torchrun.group_environment(), "PYTHONPATH": path}
     os.execve(argv[0], [*argv, "--node", str(node), *plaintext], environment)
+
+
+def _settled(arguments: argparse.Namespace) -> tuple[Path, int]:
+    """run.json and the node: as given, or as an invitation leads to them. Raises ConfigError."""
+    given = {name: getattr(arguments, name) for name in ("data", "init", "folder")}
+    if is_invitation(arguments.run):
+        settled = settle(arguments.run, **given)
+        if note := exposed(arguments.run):
+            print(f"note: {note}", file=sys.stderr)
+        _become_ranks(*settled, allow_plaintext=arguments.allow_plaintext)
+        return settled
+    if named := next((name for name, value in given.items() if value is not None), None):
+        message = f'("{given[named]}") belongs to an invitation, and {arguments.run} is none; leave it out'
+        raise ConfigError([Problem(f"--{named}", message)])
+    return arguments.run, arguments.node
 
 
 def run_node(run: RunFile, trial_dir: Path, node: int) -> None:

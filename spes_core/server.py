@@ -184,6 +184,8 @@ def _of_shard(run: RunFile, shard: int) -> RunFile:
 
 def _with_invitations(run: RunFile, folder: Path | None, listen: str | None, public: str | None) -> RunFile:
     """The run as it is served; with a folder of credentials every node has an invitation there."""
+    if listen is not None and not is_host_and_port(listen):
+        raise _wrong("--listen", f'("{listen}") must be host:port, for instance 0.0.0.0:5200')
     run = replace(run, server_address=listen or run.server_address)
     if folder is None:
         if public is not None:

@@ -120,14 +120,14 @@ def apart(config: RunConfig, points: Mapping[str, ResumePoint]) -> tuple[str, st
 
     A participant that has what it stored is at most one checkpoint from any other: one that is further behind has lost
     some, with its disk or its host, and the rounds that it would repeat are gone. Below quorum 1.0 a node may be late,
-    but the server may not. ``config`` says when checkpoints were stored.
+    but a server may not. ``config`` says when checkpoints were stored.
     """
     if not points or config.sync.exchange != "rounds":
         return None
     due = checkpoint_steps(config)
     place = {name: bisect_right(due, point.step) for name, point in points.items()}
     first, last = min(place, key=place.__getitem__), max(place, key=place.__getitem__)
-    behind = "server" if config.round.quorum < 1.0 else first
+    behind = min(config.servers, key=place.__getitem__) if config.round.quorum < 1.0 else first
     return (behind, last) if place[last] - place[behind] > 1 else None
 
 

@@ -103,8 +103,8 @@ class Budget:
         self._taken = [held for held in self._taken if held is not slot]
 
 
-def host_memory_bytes(config: RunConfig, *, on_gpu: bool) -> int:
-    """Predicted main memory of all processes of a run on one machine."""
+def host_memory_bytes(config: RunConfig, *, on_gpu: bool, nodes_here: int | None = None) -> int:
+    """Predicted main memory of a run's processes on one machine: of all nodes, or so many; and of the server."""
     experts = config.make_partition().experts_by_node
     if config.sync.exchange == "gradients":
         nodes = [0]
@@ -115,10 +115,12 @@ def host_memory_bytes(config: RunConfig, *, on_gpu: bool) -> int:
         each = max(sync_buffers_bytes(config, node) for node in nodes) + _GPU_PROCESS_BYTES
     else:
         each = max(memory(config, node).total_bytes for node in nodes) + _PROCESS_BYTES
-    total = config.world_size * each
+    ranks = config.world_size if nodes_here is None else nodes_here * config.parallel.ranks_per_node
+    total = ranks * each
     if config.sync.exchange == "rounds":
         copies = _SERVER_COPIES + (config.outer.kind != "none") + (config.wire.dtype in FEEDBACK_CODECS)
-        total += int(copies * FLOAT32_BYTES * parameter_counts(config.model, ()).total) + _PROCESS_BYTES
+        total += int(copies * FLOAT32_BYTES * parameter_counts(config.model, ()).total)
+        total += len(config.servers) * _PROCESS_BYTES
     return total
 
 

@@ -27,6 +27,7 @@ _OUT_OF_MEMORY = re.compile(
 """What Python, torch, CUDA and the system say when memory has run out."""
 _PEERS_GONE = re.compile(r"[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe|remote process (?:has )?exit")
 """What gloo, NCCL and torch's store say when the process at the other end has gone."""
+_BY_THE_KERNEL = "was killed (SIGKILL) by the system, which had run out of memory"
 _DIVERGED = re.compile(r"^error: .*\bhas diverged\b")
 """How the engine ends a run that has nothing finite left to train on (spes_core.errors.Diverged)."""
 
@@ -87,6 +88,11 @@ def died_silently(result: Mapping[str, Any]) -> bool:
     return not any(line.startswith(("error:", "Traceback")) for line in said)
 
 
+def killed_for_memory(result: Mapping[str, Any]) -> bool:
+    """Whether the kernel ended a trial's process because memory had run out, by what its result says."""
+    return result["status"] == "oom" and _BY_THE_KERNEL in str((result.get("error") or {}).get("message"))
+
+
 def last_lines(log: Path, start_bytes: int = 0) -> list[str]:
     """The few last lines of a log that a result keeps."""
     return tail(log, start_bytes)[-_TAIL_LINES:]
@@ -120,7 +126,7 @@ def _ending(process: Running, lines: list[str], killed_for_memory: bool) -> str:
     words = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith("[W")]
     last = f": {(raised or words)[-1]}" if raised or words else ""
     if process.returncode == -signal.SIGKILL and killed_for_memory:
-        return f"{process.name} was killed (SIGKILL) by the system, which had run out of memory{last}"
+        return f"{process.name} {_BY_THE_KERNEL}{last}"
     if process.returncode == -signal.SIGKILL:
         return f"{process.name} was killed (SIGKILL), which the system does when memory runs out{last}"
     if process.returncode < 0:

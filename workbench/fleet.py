@@ -3,9 +3,9 @@
 A round: every node computes H steps at its own speed, sends what it trains, and receives what it lacks: the experts of
 a layer once everyone has sent those of that layer, while later ones are still on their way up. A server's link serves
 transfers in the order in which they begin, and is never idle while one waits. Shards have the tensors that
-`sharding.deal` gives them, and the one with the most bytes counts. In a tree each server has fan_out children and
-passes on the shared tensors once for its whole subtree, and every expert of it; transfers are pipelined, so the slowest
-level counts, and each level adds a round trip.
+`sharding.deal` gives them, each sends back its own groups, and the slowest counts. In a tree each server has fan_out
+children and passes on the shared tensors once for its whole subtree, and every expert of it; transfers are pipelined,
+so the slowest level counts, and each level adds a round trip.
 
 Not simulated: encoding, aggregation, merges, slow starts of connections, correlation of failures. Numbers are drawn
 from a seed; spreads are the standard deviation of the logarithm around the stated value.
@@ -26,7 +26,7 @@ from spes_core.link import Direction, rate_bytes_per_s
 from spes_core.model.counting import tensor_shapes
 from spes_core.names import expert_of, layer_of
 from spes_core.partition import make_partition
-from spes_core.sharding import deal, moved_values
+from spes_core.sharding import deal
 from spes_core.wireformat import FORMATS
 from workbench.costs import step_s
 
@@ -194,31 +194,33 @@ class _Network:
 
     def __init__(self, config: RunConfig, fleet: Fleet, sizes: Payloads, up_s: Array, down_s: Array) -> None:
         self._sizes, self._up_s, self._down_s, self._fleet = sizes, up_s, down_s, fleet
-        self._groups = _groups(config)
+        self._shards = _shards(config, fleet)
         server = LinkConfig(uplink_mbps=fleet.server_mbps, downlink_mbps=fleet.server_mbps)
-        self._rate = rate_bytes_per_s(server, "up") * (1 if fleet.fan_out else _times_one_server(config, fleet))
+        self._rate = rate_bytes_per_s(server, "up")
         self._rtt_s = config.link.rtt_ms / 1e3
 
     def transfer(self, present: NDArray[np.bool_], ready_s: Array, last_s: float) -> tuple[float, float]:
         """Seconds from ``last_s``, when nobody else is waited for, to the end of the last download: with own links
         alone, and with the servers' too.
 
-        A group of tensors is sent back while later ones are still uploaded, but not before everyone has sent it. Three
-        round trips: the upload is agreed on, confirmed, and the download asked for (`spes_core.link.round_s`).
+        A group of tensors is sent back while later ones are still uploaded, but not before everyone has sent it. A node
+        divides its link among the shards so that all its transfers to them end together. Three round trips: the upload
+        is agreed on, confirmed, and the download asked for (`spes_core.link.round_s`).
         """
         ready = ready_s[present]
         up, down = self._sizes.up[present], self._sizes.down[present]
-        up_rate, down_rate = (
-            _rate(size, time) for size, time in ((up, self._up_s[present]), (down, self._down_s[present]))
-        )
-        passed_up, left_down = _split(up, self._sizes, self._groups), _split(down, self._sizes, self._groups)[::-1]
+        up_s, down_s = self._up_s[present], self._down_s[present]
         trips_s = 3 * self._rtt_s * self._levels(len(ready))
         own_s = whole_s = 0.0
-        for passed, left in zip(np.cumsum(passed_up, axis=0), np.cumsum(left_down, axis=0)[::-1], strict=True):
-            own_up_s, own_down_s = float((ready + passed / up_rate).max()), float((left / down_rate).max())
-            server_up_s, server_down_s = self._of_servers(ready, passed, left)
-            own_s = max(own_s, own_up_s + own_down_s)
-            whole_s = max(whole_s, max(own_up_s, server_up_s) + max(own_down_s, server_down_s))
+        for groups in self._shards:
+            passed_up = np.cumsum(_split(up, self._sizes, groups), axis=0)
+            left_down = np.cumsum(_split(down, self._sizes, groups)[::-1], axis=0)[::-1]
+            for passed, left in zip(passed_up, left_down, strict=True):
+                own_up_s = float((ready + up_s * _share(passed, passed_up[-1])).max())
+                own_down_s = float((down_s * _share(left, left_down[0])).max())
+                server_up_s, server_down_s = self._of_servers(ready, passed, left)
+                own_s = max(own_s, own_up_s + own_down_s)
+                whole_s = max(whole_s, max(own_up_s, server_up_s) + max(own_down_s, server_down_s))
         return own_s - last_s + trips_s, whole_s - last_s + trips_s
 
     def _of_servers(self, ready: Array, up: Array, down: Array) -> tuple[float, float]:
@@ -254,34 +256,33 @@ class _Network:
         return levels
 
 
-def _times_one_server(config: RunConfig, fleet: Fleet) -> float:
-    """All bytes of a round over those of the server that has most: at most the number of shards."""
-    partition = make_partition(config.partition.kind, config.model.num_experts, fleet.nodes)
-    shapes, all_changed = tensor_shapes(config.model), config.outer.kind != "none"
-    moved = moved_values(shapes, partition, all_changed=all_changed)
-    dealt = deal(shapes, fleet.shards, partition, all_changed=all_changed)
-    return sum(moved.values()) / max(sum(moved[name] for name in names) for names in dealt)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Groups:
-    """What is sent back as a whole, in the order of the wire: a layer's experts, or the shared tensors between two."""
+    """What a shard sends back as a whole, in the order of the wire: a layer's experts, or shared tensors in between."""
 
     shared: Array
-    """Share of all shared bytes that each group has."""
+    """Share of all the model's shared bytes that each group has."""
     experts: Array
-    """Share of all expert bytes."""
+    """Share of all the model's expert bytes."""
 
 
-def _groups(config: RunConfig) -> _Groups:
+def _shards(config: RunConfig, fleet: Fleet) -> list[_Groups]:
+    """What each server sends back, by the shares of the whole model."""
     encoded = FORMATS[config.wire.dtype].encoded_bytes
-    named = tensor_shapes(config.model).items()
-    rows = []
-    for layer, group in groupby(named, lambda item: layer_of(item[0]) if expert_of(item[0]) is not None else None):
-        size = float(sum(encoded(math.prod(shape)) for _, shape in group))
-        rows.append((size, 0.0) if layer is None else (0.0, size))
-    shared, experts = np.array(rows).T
-    return _Groups(shared=shared / shared.sum(), experts=experts / experts.sum())
+    shapes, all_changed = tensor_shapes(config.model), config.outer.kind != "none"
+    sizes = {name: float(encoded(math.prod(shape))) for name, shape in shapes.items()}
+    shared = sum(size for name, size in sizes.items() if expert_of(name) is None)
+    experts = sum(sizes.values()) - shared
+    partition = make_partition(config.partition.kind, config.model.num_experts, fleet.nodes)
+    found = []
+    for names in deal(shapes, fleet.shards, partition, all_changed=all_changed):
+        rows = []
+        for layer, group in groupby(names, lambda name: layer_of(name) if expert_of(name) is not None else None):
+            size = sum(sizes[name] for name in group)
+            rows.append((size / shared, 0.0) if layer is None else (0.0, size / experts))
+        if rows:
+            found.append(_Groups(*np.array(rows).T))
+    return found
 
 
 def _split(size: Array, sizes: Payloads, groups: _Groups) -> Array:
@@ -290,9 +291,9 @@ def _split(size: Array, sizes: Payloads, groups: _Groups) -> Array:
     return groups.shared[:, None] * shared + groups.experts[:, None] * (size - shared)
 
 
-def _rate(size: Array, time_s: Array) -> Array:
-    """Bytes a second; without limit where nothing takes any time."""
-    return np.divide(size, time_s, out=np.full_like(size, np.inf), where=time_s > 0)
+def _share(part: Array, whole: Array) -> Array:
+    """What a part is of the whole; nothing of nothing."""
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
 def queue_end(ready: Array, service_s: Array) -> float:

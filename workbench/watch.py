@@ -159,10 +159,10 @@ class Watch:
                 if failed.lost_with
                 else ("the launcher of its processes died, and they with it")
             )
-            message = f"{what}; resources.retries tries it again by itself"
+            message = f"{what}; the same command with --retry-failed goes on, as resources.retries does by itself"
             return "failed", Failure(message=message, process=None, log_tail=[])
         log = self._trial_dir / "logs" / f"{failed.name}.log"
-        start, killed_for_memory = self._log_starts[log], oom_kills() > self._oom_kills
+        start, killed_for_memory = self._log_starts[log], failed.killed_for_memory or oom_kills() > self._oom_kills
         status = classify(failed, log, start, killed_for_memory=killed_for_memory)
         return status, describe(failed, log, start, killed_for_memory=killed_for_memory)
 

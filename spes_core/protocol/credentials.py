@@ -112,8 +112,9 @@ def check_certificate(folder: Path, name: str, found: Credentials) -> None:
     first, last = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if not first <= now <= last:
         raise _wrong(
-            f'("{folder}") has a {certificate_file} that is valid from {first:%Y-%m-%d} to {last:%Y-%m-%d}, and by this'
-            f" machine's clock it is {now:%Y-%m-%d}; make new ones with `credentials`"
+            f'("{folder}") has a {certificate_file} that is valid from {first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}'
+            f" UTC, and by this machine's clock it is {now:%Y-%m-%d %H:%M}; set the clock if it is wrong, else have new"
+            " ones made in a new folder"
         )
 
 

@@ -13,7 +13,7 @@ import grpc
 
 from spes_core.address import is_host_and_port
 from spes_core.errors import ConfigError, Problem, SpesError
-from spes_core.protocol.channel import Line
+from spes_core.protocol.channel import Line, is_loopback
 from spes_core.protocol.credentials import OPEN, load
 from spes_core.protocol.retrying import translated
 
@@ -47,6 +47,9 @@ def ask(address: str, folder: Path | None = None, allow_plaintext: bool = False)
     """The status of the server at ``address``. Raises ConfigError, Unreachable or ProtocolError."""
     if not is_host_and_port(address):
         raise ConfigError([Problem("ADDR", f'("{address}") must be host:port, as in server.address beside run.json')])
+    if folder is None and not (allow_plaintext or is_loopback(address.rpartition(":")[0])):
+        message = "is another machine's: name the run's --credentials DIR; a participant has them in its own folder"
+        raise ConfigError([Problem("ADDR", f'("{address}") {message}')])
     line = Line(address, OPEN if folder is None else load(folder, None), allow_plaintext)
     try:
         reply: bytes = line.connected().status(b"", timeout=_TIMEOUT_S)

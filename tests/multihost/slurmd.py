@@ -1,6 +1,7 @@
-"""A real one-node Slurm for tests: munged, slurmctld and slurmd in a folder of their own, on ports of their own.
+"""A real Slurm for tests: munged, slurmctld and a slurmd for each node, in a folder and on ports of their own.
 
-Debian has all three (`apt-get install slurm-wlm munge`). They need root: jobs run as whoever submits, here root.
+Debian has all three (`apt-get install slurm-wlm munge`). They need root: jobs run as whoever submits, here root. Its
+nodes are this machine under several names, each with an address of its own on the loopback network.
 """
 
 from __future__ import annotations
@@ -20,31 +21,31 @@ from pathlib import Path
 
 import psutil
 
+from tests.multihost import slurmdbd
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 _CONFIG = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ctld_port}
-SlurmdPort={slurmd_port}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
 AuthInfo=socket={folder}/munge.socket
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin={task_plugin}
 MpiDefault=none
 SlurmdParameters=config_overrides
 SwitchType=switch/none
-AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 JobCompType=jobcomp/none
 JobRequeue=1
@@ -52,9 +53,13 @@ KillWait=5
 MinJobAge=300
 ReturnToService=2
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=1
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} CoresPerSocket={cpus} RealMemory={memory_mb} State=UNKNOWN
-PartitionName=main Nodes={host} Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes={names} Default=YES MaxTime=INFINITE State=UP
 """
+_NODE = """\
+NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={cpus} CoresPerSocket={cpus} \
+RealMemory={memory_mb} State=UNKNOWN
+"""
+_MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 _START_TIMEOUT_S = 60.0
 
 
@@ -69,12 +74,18 @@ def lacking() -> str | None:
 
 
 class Slurm:
-    """A running one-node cluster."""
+    """A running cluster."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, nodes: Sequence[str]) -> None:
+        self.folder, self.nodes = folder, nodes
         self.env = {"SLURM_CONF": str(folder / "slurm.conf")}
         """What a process needs in its environment to speak to this cluster."""
+        self.limits_memory = os.access(_MEMORY_GROUPS / "memory.limit_in_bytes", os.W_OK)
+        """Whether jobs are held to the memory that they asked for, which needs control groups (version 1)."""
+        self.keeps_accounts = slurmdbd.is_there()
+        """Whether there is an accounting database, which sacct asks."""
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def command(self, *argv: str) -> str:
         """The output of a Slurm command, which must succeed."""
@@ -87,31 +98,117 @@ class Slurm:
         lines = self.command("squeue", "--noheader", "--array", "--states=all", "--format=%i %T").splitlines()
         return {line.split()[0]: line.split()[1] for line in lines}
 
+    def start_controller(self) -> None:
+        """Start slurmctld, which knows of no job."""
+        argv = [_program("slurmctld"), "-D", "-c", "-i", "-f", self.env["SLURM_CONF"]]
+        self._controller = _start(argv, self.folder / "ctld.out")
+        self.processes.append(self._controller)
+
+    def forget_jobs(self) -> None:
+        """Restart slurmctld without its memory, as when it has removed the records of jobs that ended long ago."""
+        self._controller.terminate()
+        self._controller.wait(_START_TIMEOUT_S)
+        self.processes.remove(self._controller)
+        self.start_controller()
+        self.wait_idle()
+
+    def boot(self, node: str) -> None:
+        """Start the daemon of a node."""
+        argv = [_program("slurmd"), "-D", "-f", self.env["SLURM_CONF"], "-N", node]
+        self._daemons[node] = _start(argv, self.folder / f"{node}.out")
+        self.processes.append(self._daemons[node])
+
+    def crash(self, node: str) -> None:
+        """Kill all that runs on a node, its daemon too, as if its power were cut; Slurm notices as it does later."""
+        daemon = self._daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+        self.processes.remove(daemon)
+        while found := self.processes_on(node):
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.05)
+        self.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=crashed")
+
+    def processes_on(self, node: str) -> list[psutil.Process]:
+        """What runs on a node, and the step daemons above it; without the node's own daemon."""
+        found = set()
+        for process in psutil.process_iter(["environ"]):
+            environ = process.info["environ"] or {}
+            if environ.get("SLURMD_NODENAME") == node and environ.get("SLURM_CONF") == self.env["SLURM_CONF"]:
+                found.add(process)
+                with contextlib.suppress(psutil.Error):
+                    found |= {above for above in process.parents() if above.name().startswith("slurmstepd")}
+        return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+    def wait_idle(self) -> None:
+        """Return when all nodes are there, and none has a job."""
+        deadline_s, said = time.monotonic() + _START_TIMEOUT_S, ""
+        while time.monotonic() < deadline_s and all(process.poll() is None for process in self.processes):
+            argv, env = ("sinfo", "--noheader", "--format=%T"), {**os.environ, **self.env}
+            said = subprocess.run(argv, env=env, capture_output=True, text=True, check=False).stdout.strip()
+            if said == "idle":
+                return
+            time.sleep(0.1)
+        logs = "\n".join(log.read_text(errors="replace")[-2000:] for log in sorted(self.folder.glob("*.[lo][ou][gt]")))
+        raise AssertionError(f"Slurm does not come up: its nodes are {said!r}\n{logs}")
+
 
 @contextmanager
-def running_slurm(cpus: int = 4, memory_mb: int = 16_000) -> Iterator[Slurm]:
-    """Start a one-node Slurm; cancels its jobs and ends its daemons afterwards."""
+def running_slurm(cpus: int = 8, memory_mb: int = 16_000, *, nodes: int = 2) -> Iterator[Slurm]:
+    """Start a Slurm whose nodes have so much each; cancels its jobs and ends its daemons afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # not pytest's: the path of a socket is 107 bytes at most
-    processes: list[subprocess.Popen[bytes]] = []
-    slurm = Slurm(folder)
+    # Control groups are named after nodes: those of another cluster on this machine must have other names.
+    slurm = Slurm(folder, [f"c{os.getpid()}n{number}" for number in range(1, nodes + 1)])
     try:
-        for name in ("state", "spool"):
-            (folder / name).mkdir()
-        _start_munge(folder, processes)
-        ports = _free_ports(2)
-        host = socket.gethostname().split(".")[0]
-        config = _CONFIG.format(
-            folder=folder, host=host, ctld_port=ports[0], slurmd_port=ports[1], cpus=cpus, memory_mb=memory_mb
-        )
-        (folder / "slurm.conf").write_text(config, encoding="utf-8")
-        conf = str(folder / "slurm.conf")
-        processes.append(_start([_program("slurmctld"), "-D", "-i", "-f", conf], folder / "slurmctld.out"))
-        processes.append(_start([_program("slurmd"), "-D", "-f", conf, "-N", host], folder / "slurmd.out"))
-        _wait_idle(slurm, processes)
+        _start_munge(folder, slurm.processes)
+        _write_config(slurm, cpus, memory_mb)
+        _start_accounting(slurm)
+        slurm.start_controller()
+        for name in slurm.nodes:
+            slurm.boot(name)
+        slurm.wait_idle()
         yield slurm
     finally:
-        _end(slurm, processes)
+        _end(slurm)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_config(slurm: Slurm, cpus: int, memory_mb: int) -> None:
+    folder, host = slurm.folder, socket.gethostname().split(".")[0]
+    ports = _free_ports(1 + len(slurm.nodes))
+    limits = slurm.limits_memory
+    config = _CONFIG.format(
+        folder=folder, host=host, ctld_port=ports[0], names=",".join(slurm.nodes),
+        task_plugin="task/cgroup" if limits else "task/none",
+    )  # fmt: skip
+    for number, (name, port) in enumerate(zip(slurm.nodes, ports[1:], strict=True)):
+        (folder / "spool" / name).mkdir(parents=True)
+        config += _NODE.format(
+            name=name, host=host, address=f"127.0.0.{2 + number}", port=port, cpus=cpus, memory_mb=memory_mb
+        )
+    (folder / "state").mkdir()
+    (folder / "slurm.conf").write_text(config, encoding="utf-8")
+    if limits:
+        groups = "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n"
+        (folder / "cgroup.conf").write_text(groups, encoding="utf-8")
+
+
+def _start_accounting(slurm: Slurm) -> None:
+    folder, config = slurm.folder, slurm.folder / "slurm.conf"
+    if not slurm.keeps_accounts:
+        config.write_text(f"{config.read_text()}AccountingStorageType=accounting_storage/none\n", encoding="utf-8")
+        return
+    ports = _free_ports(2)
+    config.write_text(
+        config.read_text() + slurmdbd.IN_SLURM_CONF.format(folder=folder, port=ports[0]), encoding="utf-8"
+    )
+
+    def start(argv: Sequence[str], log: Path) -> None:
+        slurm.processes.append(_start([_program(argv[0]), *argv[1:]], log, slurm.env))
+
+    slurmdbd.start_database(folder, start, ports)
 
 
 def _start_munge(folder: Path, processes: list[subprocess.Popen[bytes]]) -> None:
@@ -124,21 +221,9 @@ def _start_munge(folder: Path, processes: list[subprocess.Popen[bytes]]) -> None
     processes.append(_start(argv, folder / "munged.out"))
 
 
-def _wait_idle(slurm: Slurm, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    deadline_s = time.monotonic() + _START_TIMEOUT_S
-    said = ""
-    while time.monotonic() < deadline_s and all(process.poll() is None for process in processes):
-        argv, env = ("sinfo", "--noheader", "--format=%T"), {**os.environ, **slurm.env}
-        said = subprocess.run(argv, env=env, capture_output=True, text=True, check=False).stdout.strip()
-        if said == "idle":
-            return
-        time.sleep(0.1)
-    logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in sorted(slurm.folder.glob("*.[lo][ou][gt]")))
-    raise AssertionError(f"Slurm does not come up: its node is {said!r}\n{logs}")
-
-
-def _end(slurm: Slurm, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _end(slurm: Slurm) -> None:
     """Kill the jobs, then the daemons, the last started first; step daemons are children of none of them."""
+    processes = slurm.processes
     family = [child for process in processes for child in _children(process)]
     for process in [*family, *reversed(processes)]:
         with contextlib.suppress(psutil.Error, ProcessLookupError):
@@ -159,9 +244,12 @@ def _children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         return []
 
 
-def _start(argv: Sequence[str | None], log: Path) -> subprocess.Popen[bytes]:
+def _start(argv: Sequence[str | None], log: Path, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
     with log.open("wb") as output:
-        return subprocess.Popen([str(word) for word in argv], stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        return subprocess.Popen(
+            [str(word) for word in argv], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            env={**os.environ, **(env or {})},
+        )  # fmt: skip
 
 
 def _free_ports(count: int) -> list[int]:

@@ -20,7 +20,7 @@ from spes_core.config import ParallelConfig, RunConfig
 from spes_core.data.tokenize import prepare
 from spes_core.errors import ConfigError, Unreachable
 from spes_core.events import EventWriter, read_events
-from spes_core.invitation import Invitation, invite
+from spes_core.invitation import Invitation, exposed, invite
 from spes_core.participant import settle
 from spes_core.protocol import credentials, status
 from spes_core.protocol.client import SyncClient
@@ -175,6 +175,7 @@ def test_what_is_made_is_private_made_once_and_for_the_public_name(
         (["--credentials", "DIR", "--listen", "unix:/tmp/x:5"], '--listen ("unix:/tmp/x:5") must be HOST:PORT'),
         (["--listen", "0.0.0.0:5"], "leaves this machine, and the run has no certificates"),
         (["--public", "a:5"], "--public is written into invitations"),
+        (["--listen", "5200"], 'error: --listen ("5200") must be host:port, for instance 0.0.0.0:5200'),
     ],
 )
 def test_a_server_that_cannot_invite_says_why_and_makes_nothing(
@@ -233,6 +234,26 @@ def test_an_invitation_that_is_not_what_the_server_wrote_is_refused_in_one_line_
     assert [item.name for item in home.iterdir()] == ["node-3.invite"]
 
 
+def test_an_invitation_may_be_renamed_and_one_that_others_can_read_is_told_of(
+    corpus: tuple[RunConfig, Path], invited: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    renamed = tmp_path / "node-3.invite.txt"
+    shutil.copy(invited / "node-3.invite", renamed)
+    given = ["--data", str(corpus[1]), "--folder", str(tmp_path / "own"), "--node", "9"]
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "other").touch()
+    assert node.main([str(renamed), *given]) == 2
+    assert f'--folder ("{tmp_path}/own") holds something else' in capsys.readouterr().err
+    assert exposed(renamed) == ""
+    renamed.chmod(0o644)
+    assert f"others on this machine can read {renamed}, with which anyone takes part" in exposed(renamed)
+    a_run(corpus).save(tmp_path / "run.json")
+    assert node.main([str(tmp_path / "run.json"), *given]) == 2
+    assert (
+        f'--data ("{corpus[1]}") belongs to an invitation, and {tmp_path}/run.json is none' in capsys.readouterr().err
+    )
+
+
 def test_an_expired_invitation_is_named_with_its_days(
     corpus: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +261,9 @@ def test_an_expired_invitation_is_named_with_its_days(
         patch.setattr(credentials, "_VALID_DAYS", -0.5)
         patch.setattr(credentials, "check_certificate", lambda *_: None)
         invite(a_run(corpus), tmp_path / "made", None)
-    with pytest.raises(ConfigError, match=r"node-3\.invite\"\) has a node-3\.pem that is valid from .* to"):
+    with pytest.raises(
+        ConfigError, match=r"node-3\.invite\"\) has a node-3\.pem that is valid from .* to .* set the clock"
+    ):
         Invitation.load(tmp_path / "made" / "node-3.invite")
 
 

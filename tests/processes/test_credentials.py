@@ -311,3 +311,10 @@ def test_whoever_can_read_run_json_alone_cannot_join_and_status_and_health_tell_
 def test_status_says_what_an_address_is(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert status.main([address]) == 2
     assert capsys.readouterr().err.startswith(f'error: ADDR ("{address}") must be host:port')
+
+
+def test_status_of_another_machine_asks_for_the_credentials(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.main(["192.0.2.7:5000"]) == 2
+    assert (
+        "error: ADDR (\"192.0.2.7:5000\") is another machine's: name the run's --credentials" in capsys.readouterr().err
+    )

@@ -6,7 +6,7 @@ folders under DIR, and sends back what they write. After its greeting, requests 
 
     request    {"do": NAME, "id": N, ...}               each is answered once, "ping" out of turn with the clock here
     answer     {"event": "answer", "id": N, ...}        with "error" where it failed
-    reports    {"event": "exited", "process", "returncode", "died_with_launcher"}
+    reports    {"event": "exited", "process", "returncode", "died_with_launcher", "killed_for_memory"}
                {"event": "memory", "held"} with [process, bytes] of each, after "measure"
                {"event": "file", "folder", "path", "offset"} with the bytes that are new there
 
@@ -22,6 +22,7 @@ import os
 import platform
 import queue
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -39,7 +40,7 @@ from workbench.launch import wire
 from workbench.launch.forkserver import ForkLauncher
 from workbench.launch.launcher import Running
 from workbench.launch.ports import Answering, call, free_port, interface_of
-from workbench.machine import available_memory_bytes, resident_bytes
+from workbench.machine import available_memory_bytes, oom_kills, resident_bytes
 from workbench.processes import ProcessSpec
 from workbench.provenance import PACKAGES, code_digest, hardware, package_version
 from workbench.trialfolder import cut_back, empty
@@ -60,6 +61,8 @@ class Agent:
         self._sending, self._following = threading.Lock(), threading.Lock()
         self._launcher = ForkLauncher()
         self._processes: dict[int, Running] = {}
+        self._kills: dict[int, int] = {}
+        """How many processes the kernel had killed for memory when each of ours began."""
         self._sent: dict[str, dict[str, int]] = {}
         """By trial folder: how many bytes of each file the controller has."""
         self._answering: list[Answering] = []
@@ -189,6 +192,7 @@ class Agent:
 
     def do_start(self, process: int, name: str, argv: list[str], env: dict[str, str], log: str) -> Reply:
         """Start a process."""
+        self._kills[process] = oom_kills()
         running = self._launcher.start(ProcessSpec(name=name, argv=tuple(argv), env=env), self._inside(log))
         self._processes[process] = running
         return {"pid": running.pid}
@@ -252,6 +256,7 @@ class Agent:
                     "process": number,
                     "returncode": process.returncode,
                     "died_with_launcher": process.died_with_launcher,
+                    "killed_for_memory": oom_kills() > self._kills.pop(number),
                 })  # fmt: skip
 
     def _send_news(self, folder: str, parts: tuple[str, ...]) -> None:
@@ -317,7 +322,10 @@ def main() -> NoReturn:
     parser = argparse.ArgumentParser(prog="python -m workbench.launch.agent", description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="folder under which everything is kept")
     parser.add_argument("--lease", type=float, default=60.0, help="seconds without a word from the controller")
+    parser.add_argument("--ignore", metavar="SIGNAL", help="signal that neither it nor its processes feel, as USR2")
     options = parser.parse_args()
+    if options.ignore:  # before there is a thread or a child: all of them inherit it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.Signals[f"SIG{options.ignore}"]})
     # What else prints must not come between the messages.
     outgoing = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -29,13 +29,23 @@ class Checked:
     link: HostLink | None = None
     copying: subprocess.Popen[bytes] | None = None
     """The command that copies the code there."""
+    is_abandoned: bool = False
 
     def note_copying(self, process: subprocess.Popen[bytes]) -> None:
         """The copying of the code has begun."""
         self.copying = process
+        if self.is_abandoned:
+            self.abandon()
+
+    def note_link(self, link: HostLink) -> None:
+        """The host's agent is called."""
+        self.link = link
+        if self.is_abandoned:
+            self.abandon()
 
     def abandon(self) -> None:
-        """Make whatever waits for this host wait no longer."""
+        """Make whatever waits for this host, in any thread, wait no longer."""
+        self.is_abandoned = True
         if self.copying is not None and self.copying.poll() is None:
             signal_group(self.copying.pid, signal.SIGKILL)
         if self.link is not None:

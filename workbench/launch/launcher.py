@@ -43,6 +43,8 @@ class Running:
         """1 for the first process of its launcher that ended, and so on; 0 while it runs."""
         self.died_with_launcher = False
         """Whether it was ended by the death of its launcher, for no reason of its own."""
+        self.killed_for_memory = False
+        """Whether the kernel of another host has killed something for memory since its start there."""
         self.lost_with = ""
         """What became of the host or the connection with which it was lost, in words; "" where that is not known."""
 

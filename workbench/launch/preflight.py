@@ -126,9 +126,10 @@ def _ask(one: Checked, content: bytes) -> None:
         one.problems += [f"host {host.name}: {problem}" for problem in _other_versions(one.arrived)]
     if one.problems:
         return
-    one.link = HostLink(host.name, agent_site(host, one.arrived.path).connector, lambda *_: None, lambda _: None)
-    one.facts = one.link.ask("facts", timeout_s=_ANSWER_S)
-    one.skew_s, one.round_trip_s = _clock(one.link)
+    link = HostLink(host.name, agent_site(host, one.arrived.path).connector, lambda *_: None, lambda _: None)
+    one.note_link(link)
+    one.facts = link.ask("facts", timeout_s=_ANSWER_S)
+    one.skew_s, one.round_trip_s = _clock(link)
     for problem in _problems_of(one):
         one.blame(problem)
 

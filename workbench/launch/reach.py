@@ -22,7 +22,7 @@ def try_server(pool: ThreadPoolExecutor, server: Checked, there: Sequence[Checke
         tried = _listen(server, listen, port)
     except LaunchError as error:
         where = host_and_port(listen, port) if port else listen
-        unheard = f"it cannot listen at {where}: {_why(error)}; mend address or listen"
+        unheard = f"it cannot listen at {where}: {_why(error)}; mend address or listen, or name another port"
         server.blame(str(error) if server.link.lost else unheard)
         return
     _call(pool, there, server, host.reached_at, tried, "open the port")

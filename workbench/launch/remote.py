@@ -122,6 +122,11 @@ class _Attempt:
     device: Literal["auto", "cpu", "cuda"]
     key: str
 
+    def addresses(self, host: str) -> list[str]:
+        """Where each server is, as one host has it."""
+        each = zip(self.placement.servers, self.listen, self.call, strict=True)
+        return [listen if there == host else call for there, listen, call in each]
+
 
 class RemoteLauncher:
     """Client of the agents on several hosts; may be shared by threads.
@@ -212,11 +217,9 @@ class RemoteLauncher:
         """See `Launcher`."""
         placement = self._place(run.config)
         links = {host: self.link(host) for host in placement.hosts}
-        staged = _Staged(trial_place(trial_dir), trial_dir, links)
         attempt = self._attempt(run, placement)
         by_name: dict[str, ProcessSpec] = {}
-        with self._changed:
-            self._staged[trial_dir] = staged
+        staged = self._remember(trial_place(trial_dir), trial_dir, links)
         for host, link in links.items():
             facts = link.ask("facts")
             own = {name: point for name, point in points.items() if placement.host_of(name) == host}
@@ -259,6 +262,13 @@ class RemoteLauncher:
                     link.ask("remove", folder=staged.folder)
         if wrong:
             raise LaunchError("what its processes wrote did not come back: " + "; ".join(wrong))
+
+    def _remember(self, folder: str, trial_dir: Path, links: dict[str, HostLink]) -> _Staged:
+        """That a trial is in a folder of hosts, below each agent's work folder."""
+        staged = _Staged(folder, trial_dir, links)
+        with self._changed:
+            self._staged[trial_dir] = staged
+        return staged
 
     # Processes
 
@@ -325,6 +335,9 @@ class RemoteLauncher:
         elif header["event"] == "exited":
             with self._changed:
                 gone = f"the fork server on host {link.name} died" if header["died_with_launcher"] else ""
+                if header["process"] in self._running:
+                    process, _ = self._running[header["process"]]
+                    process.killed_for_memory = bool(header.get("killed_for_memory"))
                 self._end(header["process"], header["returncode"], gone)
                 self._changed.notify_all()
 
@@ -412,8 +425,7 @@ class RemoteLauncher:
             link.put_file(Path(config.init.weights or ""), there)
             config = replace(config, init=replace(config.init, weights=str(work / there)))
         secret = str(folder / "credentials") if config.sync.exchange == "rounds" else None
-        each = zip(placement.servers, attempt.listen, attempt.call, strict=True)
-        address, *further = (listen if host == link.name else call for host, listen, call in each)
+        address, *further = attempt.addresses(link.name)
         return replace(
             run,
             config=config,

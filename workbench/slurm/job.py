@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,14 @@ from spes_core.structure import build
 from workbench.errors import TrialBusy
 from workbench.evaluating import Evaluations
 from workbench.execute import ExecutionSettings, describe_trial, run_trial
-from workbench.failures import died_silently
-from workbench.launch.launcher import Launcher
+from workbench.failures import died_silently, killed_for_memory
+from workbench.launch.launcher import Launcher, LaunchError
 from workbench.launch.local import open_launcher
+from workbench.machine import oom_kills
 from workbench.provenance import ROOT, collect
 from workbench.settings import Divergence, Evaluation
-from workbench.slurm.record import Record, asked_to_stop, last_words, settle
+from workbench.slurm.machines import AllocationLauncher, allocated_machines, machines_for
+from workbench.slurm.record import MORE_MEMORY, Record, asked_to_stop, last_words, settle, tells_of_memory
 from workbench.stopping import DivergenceRule, Events, Rule, StopRequest, Verdict, stop_on_signals
 from workbench.trials import Trial
 
@@ -31,6 +33,8 @@ _LOOK_S = 1.0
 """Seconds between two looks at the file that asks for an end."""
 _BUSY_PATIENCE_S = 60.0
 """How long a job waits for another process that holds its trial, such as the controller that settles an earlier job."""
+_NOTICE_S = 3.0
+"""How much later than another process of the job this one may be told of its end."""
 _KEPT = ("commit", "dirty", "diff_sha256", "untracked")
 """What only the submitting machine may know: a cluster's machines often have no git."""
 
@@ -74,6 +78,9 @@ class TrialJob:
             return str(settle(trial_dir, "failed", message, [f"error: {message}"])["status"])
         try:
             return _run(trial, trial_dir, settings, given)
+        except LaunchError as error:
+            describe_trial(trial, trial_dir, settings)
+            return str(settle(trial_dir, "failed", str(error), [f"error: {error}"])["status"])
         except UncompletedJobError:  # submitit says so: the time limit was reached once more than the job may go on
             message = (
                 "launcher.slurm.time was reached, and with it resources.timeout; raise them or lower budget_tokens"
@@ -97,15 +104,35 @@ def _run(trial: Trial, trial_dir: Path, settings: ExecutionSettings, given: dict
         timeout_s=settings.timeout_s,
     )
     divergence = build(Divergence, given["divergence"])
-    with stop_on_signals(request), _open_launcher() as launcher:
+    with stop_on_signals(request), _open_launcher(trial, trial_dir, settings) as launcher:
         for _ in range(1 + given["retries"]):
             rules: list[Rule] = [DivergenceRule(divergence), StopFileRule(trial_dir)]
+            kills = oom_kills()
             result = _run_when_free(trial, trial_dir, settings, launcher, request, rules)
+            if died_silently(result):
+                _wait_for_stop(request)
+                if oom_kills() > kills or tells_of_memory(result["error"]["message"]):
+                    result = _short_of_memory(trial_dir, result["error"])
+            elif killed_for_memory(result):
+                result = _short_of_memory(trial_dir, result["error"])
             if request.made or not died_silently(result):
                 break
         if request.made and result["status"] == "failed":  # Slurm's signal reached the processes before this one
             return str(settle(trial_dir, "interrupted", request.words, [])["status"])
         return str(evaluations.complete(trial_dir, result, lambda: request.made)["status"])
+
+
+def _wait_for_stop(request: StopRequest) -> None:
+    """Slurm ends all processes of a job, in any order: those that run the trial may have died of what comes here."""
+    deadline_s = time.monotonic() + _NOTICE_S
+    while not request.made and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S / 10)
+
+
+def _short_of_memory(trial_dir: Path, error: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of a trial of which the kernel killed a process, naming the setting that gave too little."""
+    message = f"{error['message']}; {MORE_MEMORY}"
+    return settle(trial_dir, "oom", message, error["log_tail"], process=error["process"])
 
 
 def _run_when_free(
@@ -122,11 +149,18 @@ def _run_when_free(
             time.sleep(_LOOK_S)
 
 
-def _open_launcher() -> Any:
-    """A local launcher whose processes do not feel the signal by which Slurm announces the end: this one answers it."""
-    announced = {getattr(signal, f"SIG{os.environ.get('SUBMITIT_PREEMPT_SIGNAL', 'USR2')}")}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, announced)
+def _open_launcher(trial: Trial, trial_dir: Path, settings: ExecutionSettings) -> Any:
+    """A launcher on the machines that the trial spreads over.
+
+    Its processes do not feel the signal by which Slurm announces the end: this one answers it. Raises LaunchError.
+    """
+    announced = os.environ.get("SUBMITIT_PREEMPT_SIGNAL", "USR2")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {getattr(signal, f"SIG{announced}")})
     try:
+        machines = allocated_machines() if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 else []
+        if (most := machines_for(trial.config, len(machines))) > 1:
+            port = int(settings.server_address.rpartition(":")[2])
+            return AllocationLauncher(machines[:most], trial_dir, port=port, ignored_signal=announced)
         return open_launcher()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -16,11 +17,14 @@ from typing import Any, Literal
 
 from workbench.durable import read_mapping, write_json
 from workbench.execute import exclusive
-from workbench.failures import Failure, Status, last_lines
+from workbench.failures import Failure, Status, last_lines, tail
 from workbench.results import build_result
 from workbench.slurm.queue import find_job
 
 RECORD, STOP = "slurm.json", "slurm.stop"
+MORE_MEMORY = "raise launcher.slurm.memory_gb, or lower the model or data.micro_batch_sequences"
+_MEMORY_WORDS = re.compile(r"oom-kill event|Out Of Memory|oom_kill")
+"""How slurmstepd and srun say in a job's log that the kernel killed something in it for memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +81,13 @@ def asked_to_stop(trial_dir: Path) -> dict[str, Any]:
     return read_mapping(trial_dir / STOP)
 
 
-def settle(trial_dir: Path, status: Status, message: str, log_tail: Sequence[str]) -> dict[str, Any]:
+def settle(
+    trial_dir: Path, status: Status, message: str, log_tail: Sequence[str], *, process: str | None = None
+) -> dict[str, Any]:
     """Write outcome.json and result.json of a trial whose job could not. Raises TrialBusy when something runs it."""
     with exclusive(trial_dir):
         earlier = read_mapping(trial_dir / "outcome.json")
-        error = asdict(Failure(message=message, process=None, log_tail=list(log_tail)))
+        error = asdict(Failure(message=message, process=process, log_tail=list(log_tail)))
         times = {key: earlier.get(key) for key in ("launched_at_s", "started_at")}
         outcome = {"status": status, "error": error, **times, "finished_at": now()}
         if "resumed_at_step" in earlier:
@@ -95,6 +101,23 @@ def settle(trial_dir: Path, status: Status, message: str, log_tail: Sequence[str
 def last_words(trial_dir: Path, record: Record | None) -> list[str]:
     """The end of the log that was written to last: a process's of the trial, else the job's own."""
     logs = [log for log in (trial_dir / "logs").glob("*.log") if log.stat().st_size]
-    if not logs and record is not None and record.job is not None:
-        logs = [log for log in Path(record.log_dir).glob(f"{record.job}_0_log.*") if log.stat().st_size]
+    if not logs and record is not None:
+        logs = _job_logs(record)
     return last_lines(max(logs, key=lambda log: log.stat().st_mtime_ns)) if logs else []
+
+
+def ran_out_of_memory(record: Record) -> bool:
+    """Whether a job's log says that something in it was killed for memory: Slurm may call such a job FAILED."""
+    return any(tells_of_memory(line) for log in _job_logs(record) for line in tail(log))
+
+
+def tells_of_memory(words: str) -> bool:
+    """Whether words of Slurm's are of something that the kernel killed for memory."""
+    return _MEMORY_WORDS.search(words) is not None
+
+
+def _job_logs(record: Record) -> list[Path]:
+    """What the job itself has said, where it has said anything."""
+    if record.job is None:
+        return []
+    return [log for log in Path(record.log_dir).glob(f"{record.job}_0_log.*") if log.stat().st_size]

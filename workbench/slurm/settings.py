@@ -13,13 +13,27 @@ from workbench.durations import parse_duration
 
 GRACE_S = 300.0
 """How much longer than resources.timeout a job may take by default: to load the engine and to end in order."""
-_OURS = ("job-name", "output", "error", "open-mode", "array", "signal", "wait", "test-only", "parsable", "no-requeue")
+_OURS = (
+    "job-name",
+    "output",
+    "error",
+    "open-mode",
+    "array",
+    "signal",
+    "wait",
+    "test-only",
+    "parsable",
+    "no-requeue",
+    "ntasks",
+    "ntasks-per-node",
+)
 """Options of sbatch that following and resuming rest on."""
 _SETTINGS = {
     "partition": "partition",
     "account": "account",
     "qos": "qos",
     "time": "time",
+    "nodes": "machines",
     "cpus-per-task": "cpus",
     "mem": "memory_gb",
     "gpus": "gpus",
@@ -43,13 +57,16 @@ class Slurm:
     time: str | None = None
     """Time limit of the job: a number and s, min (or m), h or d, in whole minutes rounded up. null: resources.timeout
     and 5 minutes. A shorter one divides a trial over several runs of its job, each from the last checkpoint."""
+    machines: int = 1
+    """Most machines of one trial, over which its nodes are spread; a trial of one process group stays on one."""
     cpus: int | None = None
-    """Cores of the job; null: one for every thread of its nodes."""
+    """Cores of the job on each machine; null: one for every thread of its nodes there."""
     memory_gb: float | None = None
-    """Main memory of the job, 1e9 bytes; null: resources.trial_memory_gb, or 1.25 times what is predicted, and 1 GB."""
+    """Main memory of the job on each machine, 1e9 bytes; null: resources.trial_memory_gb, or 1.25 times what is
+    predicted, and 1 GB."""
     gpus: int | None = None
-    """GPUs of the job; null: resources.gpus_per_trial, else one for each process where launcher.device is cuda, else
-    none."""
+    """GPUs of the job on each machine; null: resources.gpus_per_trial, else one for each process there where
+    launcher.device is cuda, else none."""
     constraint: str | None = None
     """Features that the machine must have, as sbatch takes them; null for none."""
     exclusive: bool = False
@@ -76,6 +93,8 @@ class Slurm:
                     yield Problem("launcher.slurm.time", f"({self.time}) must be above 0")
             except ValueError as error:
                 yield Problem("launcher.slurm.time", str(error))
+        if self.machines < 1:
+            yield Problem("launcher.slurm.machines", f"({self.machines}) must be at least 1")
         if self.cpus is not None and self.cpus < 1:
             yield Problem("launcher.slurm.cpus", f"({self.cpus}) must be at least 1")
         if self.memory_gb is not None and self.memory_gb <= 0:

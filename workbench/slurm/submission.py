@@ -10,6 +10,7 @@ import re
 import secrets
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,13 +26,16 @@ from workbench.launch.launcher import LaunchError
 from workbench.provenance import ROOT
 from workbench.settings import Launcher, Resources
 from workbench.slurm.job import TrialJob
+from workbench.slurm.machines import machines_for, nodes_of_largest
 from workbench.slurm.queue import JobState, job_states
 from workbench.slurm.record import RECORD, STOP, Record, now
 from workbench.spec import Study
-from workbench.store import StudyFolder
+from workbench.store import UNFINISHED, StudyFolder
 from workbench.trials import Trial
 
 _MEMORY_MARGIN = 1.25
+_END_S, _POLL_S = 30.0, 0.5
+"""How long a job may take to end after its trial, whose result it has written."""
 _OWN_MEMORY_BYTES = 10**9
 """Of what runs in a job beside the trial's processes: the fork server, which has torch loaded, and whoever watches."""
 
@@ -58,32 +62,38 @@ class JobNeed:
     cpus: int
     memory_bytes: int
     gpus: int
+    machines: int = 1
+    """The other numbers are those of each."""
 
     @classmethod
     def of(cls, config: RunConfig, resources: Resources, launcher: Launcher) -> JobNeed:
         """What is stated, and for what is left open, what the trial is predicted to take."""
         asked, gpus = launcher.slurm, launcher.slurm.gpus
+        machines = machines_for(config, asked.machines)
+        nodes = nodes_of_largest(config, machines)
+        ranks = config.world_size if machines == 1 else nodes * config.parallel.ranks_per_node
         if gpus is None:
             gpus = resources.gpus_per_trial
         if gpus is None or launcher.device == "cpu":
-            gpus = config.world_size if launcher.device == "cuda" else 0
+            gpus = ranks if launcher.device == "cuda" else 0
         stated_gb = resources.trial_memory_gb if asked.memory_gb is None else asked.memory_gb
         if stated_gb is None:
-            memory_bytes = int(_MEMORY_MARGIN * host_memory_bytes(config, on_gpu=gpus > 0)) + _OWN_MEMORY_BYTES
+            predicted = host_memory_bytes(config, on_gpu=gpus > 0, nodes_here=None if machines == 1 else nodes)
+            memory_bytes = int(_MEMORY_MARGIN * predicted) + _OWN_MEMORY_BYTES
         else:
             memory_bytes = int(stated_gb * 1e9)
-        cpus = config.world_size * launcher.threads if asked.cpus is None else asked.cpus
-        return cls(cpus=cpus, memory_bytes=memory_bytes, gpus=gpus)
+        cpus = ranks * launcher.threads if asked.cpus is None else asked.cpus
+        return cls(cpus=cpus, memory_bytes=memory_bytes, gpus=gpus, machines=machines)
 
     def most(self, trials: int, resources: Resources) -> int:
         """How many of so many jobs may run together under the study's budget."""
         most = trials if resources.parallel_trials == "auto" else min(trials, resources.parallel_trials)
         if resources.cpus is not None:
-            most = min(most, resources.cpus // self.cpus)
+            most = min(most, resources.cpus // (self.machines * self.cpus))
         if resources.memory_gb is not None:
-            most = min(most, int(resources.memory_gb * 1e9 // self.memory_bytes))
+            most = min(most, int(resources.memory_gb * 1e9 // (self.machines * self.memory_bytes)))
         if resources.gpus is not None and self.gpus:
-            most = min(most, resources.gpus // self.gpus)
+            most = min(most, resources.gpus // (self.machines * self.gpus))
         return max(1, most)
 
 
@@ -101,10 +111,25 @@ class Submitter:
         """
         with self._lock():
             records = self._records(trials)
-            states = job_states([record.job for record in records.values() if record.job is not None])
+            states = self._states(trials, records)
             active = [job for job, state in states.items() if not state.ended]
             fresh = [trial for trial in trials if self._is_due(trial, records.get(trial.id), states)]
             return [job for group in self._groups(fresh) for job in self._submit_group(group, active)]
+
+    def _states(self, trials: Sequence[Trial], records: dict[str, Record]) -> dict[str, JobState]:
+        """What Slurm says of the trials' jobs, once those have ended whose trials have: they are about to."""
+        jobs = [record.job for record in records.values() if record.job is not None]
+        ended = [trial.id for trial in trials if self._has_result(trial) and trial.id in records]
+        deadline_s = time.monotonic() + _END_S
+        while True:
+            states = job_states(jobs)
+            left = [job for id in ended if (job := records[id].job) is not None and not states[job].ended]
+            if not left or time.monotonic() > deadline_s:
+                return states
+            time.sleep(_POLL_S)
+
+    def _has_result(self, trial: Trial) -> bool:
+        return self._folder.stored(trial).status not in UNFINISHED
 
     def _records(self, trials: Sequence[Trial]) -> dict[str, Record]:
         """The newest job of each trial that has one, by trial id, with the job's id where it was submitted at all."""
@@ -122,9 +147,9 @@ class Submitter:
         if record is None or record.job is None:
             return True
         state = states[record.job]
-        has_result = self._folder.stored(trial).status not in ("new", "interrupted")
         # How a job was killed is the trial's result, unless it has one and is asked for again.
-        return state.ended and (has_result or state.state in ("COMPLETED", "CANCELLED", "PREEMPTED", "GONE"))
+        goes_on = state.state in ("COMPLETED", "CANCELLED", "PREEMPTED", "GONE")
+        return state.ended and (goes_on or self._has_result(trial))
 
     def _groups(self, trials: Sequence[Trial]) -> list[Sequence[Trial]]:
         """Trials that are submitted together: all, where they share a budget, else those that need the same."""
@@ -190,7 +215,7 @@ class Submitter:
         return {
             "name": name,
             "timeout_min": math.ceil(settings.time_s(resources.timeout_s) / 60),
-            "nodes": 1,
+            "nodes": need.machines,
             "tasks_per_node": 1,
             "cpus_per_task": need.cpus,
             "mem_gb": need.memory_bytes / 2**30,
@@ -201,6 +226,8 @@ class Submitter:
             "slurm_constraint": settings.constraint,
             "slurm_exclusive": settings.exclusive or None,
             "slurm_array_parallelism": max(1, need.most(len(trials), resources) if room < 1 else room),
+            # One task, which reaches the other machines; srun takes no number of cores over from sbatch.
+            "slurm_srun_args": ["--nodes=1", "--ntasks=1", "--relative=0", f"--cpus-per-task={need.cpus}"],
             "slurm_setup": [*_same_code(), *settings.setup],
             "slurm_additional_parameters": {**extra, "requeue": True},
         }
@@ -232,6 +259,7 @@ def _largest(needs: Sequence[JobNeed]) -> JobNeed:
         cpus=max(need.cpus for need in needs),
         memory_bytes=max(need.memory_bytes for need in needs),
         gpus=max(need.gpus for need in needs),
+        machines=max(need.machines for need in needs),
     )
 
 

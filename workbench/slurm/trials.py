@@ -15,13 +15,13 @@ from typing import Any
 from workbench.durable import read_mapping
 from workbench.errors import TrialBusy
 from workbench.execute import ExecutionSettings, describe_trial
-from workbench.failures import Status, died_silently
+from workbench.failures import Status, died_silently, killed_for_memory
 from workbench.launch.launcher import LaunchError
 from workbench.progress import OnProgress
 from workbench.slurm.following import Following
 from workbench.slurm.job import payload
 from workbench.slurm.queue import JobState, Queue, QueueSilent, cancel_jobs
-from workbench.slurm.record import Record, ask_to_stop, last_words, settle
+from workbench.slurm.record import MORE_MEMORY, Record, ask_to_stop, last_words, ran_out_of_memory, settle
 from workbench.slurm.submission import Submitter
 from workbench.spec import Study
 from workbench.stopping import Rule, StopRequest
@@ -45,13 +45,14 @@ _STATUS: dict[str, Status] = {
     "GONE": "interrupted",
 }
 _ADVICE = {
-    "TIMEOUT": "launcher.slurm.time is too short for it",
-    "DEADLINE": "its deadline came first",
-    "OUT_OF_MEMORY": "it needs more than launcher.slurm.memory_gb",
+    "TIMEOUT": "raise launcher.slurm.time; --retry-failed goes on from the newest checkpoint",
+    "DEADLINE": "launcher.slurm.extra.deadline came first; --retry-failed goes on from the newest checkpoint",
+    "OUT_OF_MEMORY": MORE_MEMORY,
     "CANCELLED": "it was cancelled; the same command continues the trial",
     "PREEMPTED": "it was preempted and not requeued; the same command continues the trial",
     "GONE": "Slurm does not remember it, and it left no result; the same command continues the trial",
-    "NODE_FAIL": "its machine failed; resources.retries tries it again by itself",
+    "NODE_FAIL": "its machine failed; --retry-failed goes on, as resources.retries does by itself",
+    "BOOT_FAIL": "its machine did not start; --retry-failed goes on, as resources.retries does by itself",
 }
 
 
@@ -117,13 +118,17 @@ class SlurmTrials:
             if following.verdict is not None and not read_mapping(trial_dir / "slurm.stop"):
                 ask_to_stop(trial_dir, "pruned", following.verdict.message)
             result = self._folder.stored(trial).result
-            # A job that scores its trial has more to say after the first result.
-            if result.get("status", "interrupted") != "interrupted" and not self._study.evaluation.tasks:
+            if result.get("status", "interrupted") != "interrupted" and not self._has_more_to_say(result):
                 return self._judged(trial_dir, result, following)
             state = self._queue.state(record.job)
             if state is not None and state.ended and (state := self._confirmed(trial, record.job, stop)) is not None:
                 return self._judged(trial_dir, self._ended(trial, record, state), following)
             time.sleep(_POLL_S)
+
+    def _has_more_to_say(self, result: dict[str, Any]) -> bool:
+        """Whether a job whose trial has a result may bring another: it scores, tries again, or explains."""
+        is_unexplained = killed_for_memory(result) and MORE_MEMORY not in result["error"]["message"]
+        return bool(self._study.evaluation.tasks) or died_silently(result) or is_unexplained
 
     def _judged(self, trial_dir: Path, result: dict[str, Any], following: Following) -> dict[str, Any]:
         """The result; pruned where the events of the whole run say so, however late they were read."""
@@ -156,12 +161,15 @@ class SlurmTrials:
         result = self._folder.stored(trial).result
         if result and (result["status"] != "interrupted" or state.state == "COMPLETED"):
             return result
-        status = _STATUS.get(state.state, "failed")
+        kind = state.state
+        if kind not in _ADVICE and ran_out_of_memory(record):
+            kind = "OUT_OF_MEMORY"
+        status = _STATUS.get(kind, "failed")
         if not (trial_dir / "run.json").exists():
             if status == "interrupted":
                 return {}  # it never began
             describe_trial(trial, trial_dir, self._settings(trial))
-        advice = _ADVICE.get(state.state, "it ended without a result; its log says more")
+        advice = _ADVICE.get(kind, "it ended without a result; its log says more")
         message = f"Slurm ended job {record.job} ({state.words}): {advice}"
         return settle(trial_dir, status, message, last_words(trial_dir, record))
 
