@@ -159,8 +159,9 @@ def _join(final: Path, parts: Sequence[Path], names: Sequence[str]) -> None:
 
 
 def _is_in(part: Path, final: Path) -> bool:
-    """Whether a file holds all that a part holds."""
-    return values_digest(final, read_header(part).entries) == recorded_digest(part)
+    """Whether a file holds all that a part holds. Raises FileNotFoundError when the part has gone meanwhile."""
+    header = read_header(part)
+    return values_digest(final, header.entries) == header.metadata.get(VALUES_DIGEST)
 
 
 def _pieces(file: Any, span: tuple[int, int]) -> Iterator[bytes]:

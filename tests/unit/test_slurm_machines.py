@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from spes_core.config import RunConfig
+from spes_core.config import RunConfig, ServerConfig
 from workbench.settings import Launcher, Resources
 from workbench.slurm.machines import machines_for, nodes_of_largest, place
 from workbench.slurm.settings import Slurm
@@ -32,7 +34,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
 
 def test_nodes_are_spread_evenly_in_blocks_with_the_server_first(runs: dict[str, RunConfig]) -> None:
     placed = place(["a", "b"], runs["spes"])
-    assert placed.server == "a" and placed.nodes == ("a", "a", "a", "b", "b")
+    assert placed.servers == ("a",) and placed.nodes == ("a", "a", "a", "b", "b")
+    three = replace(runs["spes"], server=ServerConfig(shards=3))
+    assert place(["a", "b"], three).servers == ("a", "b", "a"), "servers that share the tensors take them in turn"
     assert place(["a"], runs["spes"]).hosts == ("a",)
     assert place(list("abcdefg"), runs["spes"]).nodes == tuple("abcde")
     assert [nodes_of_largest(runs["spes"], machines) for machines in (1, 2, 3, 5)] == [5, 3, 2, 1]

@@ -57,7 +57,7 @@ def test_servers_that_end_at_the_same_moment_leave_one_whole_file(
     tmp_path: Path, whole: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weightsfile.os, "getpid", threading.get_ident)  # temporary names, as those of processes
-    for turn in range(20):
+    for turn in range(40):
         folder = tmp_path / str(turn)
         for shard in range(2):
             save_part(folder, shard)
