@@ -38,6 +38,7 @@ run:
   sync: {interval_steps: 2}
   validation: {max_sequences: 8, interval_tokens: 2_048}
   checkpoint: {interval_steps: 2}
+  link: {rtt_ms: 25, emulate: true}
 arms:
   spes: {method: spes}
 resources: {parallel_trials: auto, timeout: 10min}

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from spes_core import snapshots
 from spes_core.config import RunConfig
@@ -100,10 +101,10 @@ class AllocationLauncher(RemoteLauncher):
         placement = self._place(run.config)
         links = {machine: self.link(machine) for machine in placement.hosts}
         for machine, link in links.items():
-            self._sites[machine] = replace(self._sites[machine], gpus=_check(link))
+            self._sites[machine] = replace(self._sites[machine], gpus=check_machine(link, trial_dir))
         if run.config.sync.exchange == "rounds" and not self._port:
             for machine in dict.fromkeys(placement.servers):
-                _try_address(links, machine, self._sites[machine].address)
+                try_address(links, machine, self._sites[machine].address)
         address, *further = self._server_addresses(placement)[1]
         device = self._device(run, placement)
         keys = self._put_credentials(run, trial_dir, placement)
@@ -133,14 +134,13 @@ class AllocationLauncher(RemoteLauncher):
         return str(folder.absolute())
 
 
-def _check(link: HostLink) -> int:
+def check_machine(link: HostLink, trial_dir: Path) -> int:
     """How many GPUs a machine has for the job. Raises LaunchError when it cannot run the trial as this one does."""
-    facts = link.ask("facts", timeout_s=_ASK_TIMEOUT_S)
-    if not link.ask("has", path="trial.json")["there"]:
+    if not link.ask("has", path="trial.json", timeout_s=_ASK_TIMEOUT_S)["there"]:
         raise LaunchError(
-            f"machine {link.name} does not see {facts['work']}: --results must be on a file system that all machines"
-            " share"
+            f"machine {link.name} does not see {trial_dir}: --results must be on a file system that all machines share"
         )
+    facts = link.ask("facts", timeout_s=_ASK_TIMEOUT_S)
     if facts["code_digest"] != code_digest():
         raise LaunchError(
             f"machine {link.name} has other code in {facts['package']} ({facts['code_digest'][:12]}) than this one"
@@ -149,19 +149,21 @@ def _check(link: HostLink) -> int:
     return len(facts["gpus"])
 
 
-def _try_address(links: Mapping[str, HostLink], server: str, address: str) -> None:
+def try_address(links: Mapping[str, HostLink], server: str, address: str) -> None:
     """Raises LaunchError unless every machine reaches the one that has a server at its address."""
-    port, nonce = links[server].ask("free_port", address=address)["port"], secrets.token_hex(16)
-    links[server].ask("listen", address=address, port=port, nonce=nonce, seconds=_CALL_S)
-    for name, link in links.items():
-        try:
-            link.ask("call", address=address, port=port, nonce=nonce, seconds=_CALL_S, timeout_s=_ASK_TIMEOUT_S)
-        except LaunchError as error:
-            raise LaunchError(
-                f"machine {name} does not reach {server}, which has the server: {error}; NodeAddr in slurm.conf must be"
-                " an address that machines reach each other by"
-            ) from error
-    links[server].ask("hush")
+    asked = server
+    try:
+        port, nonce = links[server].ask("free_port", address=address)["port"], secrets.token_hex(16)
+        meeting: dict[str, Any] = {"address": address, "port": port, "nonce": nonce, "seconds": _CALL_S}
+        links[server].ask("listen", **meeting)
+        for asked in links:
+            links[asked].ask("call", timeout_s=_ASK_TIMEOUT_S, **meeting)
+        links[server].ask("hush")
+    except LaunchError as error:
+        raise LaunchError(
+            f"machine {asked} does not reach {server}, which has the server, at {address} (NodeAddr in slurm.conf,"
+            f" which must be an address that machines reach each other by): {error}"
+        ) from error
 
 
 def _step(machine: str, command: Sequence[str]) -> tuple[str, ...]:
