@@ -54,7 +54,8 @@ def deal(
     groups = groups_of(names)
     values = moved_values(shapes, partition, all_changed=all_changed)
     moved = [sum(values[names[index]] for index in group.tensors) for group in groups]
-    loads, dealt = [0] * shards, [[] for _ in range(shards)]  # type: tuple[list[int], list[list[int]]]
+    loads = [0] * shards
+    dealt: list[list[int]] = [[] for _ in range(shards)]
     for place in sorted(range(len(groups)), key=lambda place: (-moved[place], place)):
         shard = min(range(shards), key=lambda shard: (loads[shard], shard))
         loads[shard] += moved[place]

@@ -119,7 +119,8 @@ def host_memory_bytes(config: RunConfig, *, on_gpu: bool, nodes_here: int | None
     total = ranks * each
     if config.sync.exchange == "rounds":
         copies = _SERVER_COPIES + (config.outer.kind != "none") + (config.wire.dtype in FEEDBACK_CODECS)
-        total += int(copies * FLOAT32_BYTES * parameter_counts(config.model, ()).total) + _PROCESS_BYTES
+        total += int(copies * FLOAT32_BYTES * parameter_counts(config.model, ()).total)
+        total += len(config.servers) * _PROCESS_BYTES
     return total
 
 

@@ -18,12 +18,14 @@ _TAIL_LINES = 20
 _TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"\s*(?:\[rank\d+\]:\s*)?((?!\S*ChildFailedError)[A-Za-z_][\w.]*(?:Error|Exception)(?::.*)?)$")
 """The line of a traceback that names the exception, except torchrun's own, which only says that a rank failed."""
+_RANK_KILLED = re.compile(r"\s*traceback : (Signal \d+ .*)$")
+"""How torchrun says that a rank was killed, in the midst of a frame."""
 _OUT_OF_MEMORY = re.compile(
     r"\b(?:OutOfMemoryError|MemoryError|std::bad_alloc|CUBLAS_STATUS_ALLOC_FAILED)\b"
     r"|CUDA (?:error: )?out of memory|not enough memory|(?:[Cc]annot|can't) allocate memory"
 )
 """What Python, torch, CUDA and the system say when memory has run out."""
-_PEERS_GONE = re.compile(r"[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe|remote process (?:has )?exited")
+_PEERS_GONE = re.compile(r"[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe|remote process (?:has )?exit")
 """What gloo, NCCL and torch's store say when the process at the other end has gone."""
 _BY_THE_KERNEL = "was killed (SIGKILL) by the system, which had run out of memory"
 _DIVERGED = re.compile(r"^error: .*\bhas diverged\b")
@@ -120,8 +122,9 @@ def last_words(stderr: IO[bytes]) -> str:
 
 def _ending(process: Running, lines: list[str], killed_for_memory: bool) -> str:
     assert process.returncode
-    raised = [match[1] for line in lines if (match := _EXCEPTION.match(line))]
-    last = f": {(raised or lines)[-1]}" if lines else ""
+    raised = [match[1] for line in lines if (match := _EXCEPTION.match(line) or _RANK_KILLED.match(line))]
+    words = [line for line in lines if any(map(str.isalnum, line)) and not line.startswith("[W")]
+    last = f": {(raised or words)[-1]}" if raised or words else ""
     if process.returncode == -signal.SIGKILL and killed_for_memory:
         return f"{process.name} {_BY_THE_KERNEL}{last}"
     if process.returncode == -signal.SIGKILL:

@@ -262,6 +262,7 @@ def _meet_at(meeting: Meeting, rank: int) -> Any:
     So torchrun, which would open one of those between hosts, knows of its own host only.
     """
     host, _, port = meeting.address.rpartition(":")
+    host = host.strip("[]")
     try:
         listening = None if rank else _listen(host, int(port))
         store = dist.TCPStore(  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -54,6 +54,7 @@ class ShardedExchange:
             part = Exchange(client, weights, config.make_partition(), node, config, exact=exact, experts=experts)
             self._parts.append(part)
         self._heartbeats = ThreadPoolExecutor(len(self._parts), thread_name_prefix="heartbeat")
+        self._beating: dict[int, Future[None]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -85,9 +86,10 @@ class ShardedExchange:
         return self._entry([part.rejoin() for part in self._parts])
 
     def heartbeat(self, step: int) -> None:
-        """Tell each server that this node lives, none later because another is away."""
-        for told in [self._heartbeats.submit(part.heartbeat, step) for part in self._parts]:
-            told.result()
+        """Tell each server that this node lives, none later because another is away; what goes wrong is not told."""
+        for index, part in enumerate(self._parts):
+            if (former := self._beating.get(index)) is None or former.done():
+                self._beating[index] = self._heartbeats.submit(part.heartbeat, step)
 
     def run_round(self, round: int, step: int, tokens: int) -> RoundReport:
         """See `Exchange.run_round`. When one server's part fails all end, and what failed first is raised."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -152,6 +154,22 @@ def test_a_server_that_fails_ends_the_round_with_its_reason_whatever_the_others_
         servers[2].fail("the third server's disk is full")
         with pytest.raises(RoundFailed, match="third server's disk is full"):
             under_way.result(30)
+
+
+def test_a_server_that_does_not_answer_delays_no_sign_of_life_to_another() -> None:
+    config = small_config(server=ServerConfig(shards=2))
+    with servers_of(config) as servers:
+        node = make_node(config, servers, 0)
+        node.exchange.join()
+        is_over, heard = threading.Event(), queue.SimpleQueue[int]()
+        silent, answering = node.exchange._parts
+        silent.heartbeat = lambda step: is_over.wait(60)  # type: ignore[assignment,method-assign,return-value]
+        answering.heartbeat = heard.put  # type: ignore[method-assign]
+        for step in (1, 2):
+            node.exchange.heartbeat(step)
+            node.exchange._beating[1].result(30)
+            assert heard.get(timeout=30) == step
+        is_over.set()
 
 
 def test_servers_at_different_rounds_are_named_to_a_node_without_a_past() -> None:

@@ -41,10 +41,10 @@ def gradients(steps: int) -> RunConfig:
     """Three ranks: of two numbers alone the sum has the same bits in any order."""
     made = config(steps=steps, nodes=3, sync=SyncConfig(exchange="gradients"), log=LogConfig(interval_steps=1))
     data = replace(made.data, global_batch_sequences=6)
-    return replace(made, data=data, checkpoint=CheckpointConfig(interval_steps=4), budget_tokens=steps * 6 * 32)
+    return replace(made, data=data, checkpoint=CheckpointConfig(interval_steps=2), budget_tokens=steps * 6 * 32)
 
 
-RUN = gradients(24)
+RUN = gradients(14)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_ranks_on_two_hosts_have_the_bits_of_one_host_and_end_together(
         folder = tmp_path / "there"
         thread = threading.Thread(target=lambda: result.update(run_trial(trial(RUN), folder, settings, launcher)))
         thread.start()
-        wait_until(lambda: step(folder) >= 6, 180)
+        wait_until(lambda: step(folder) >= 4, 180)
         own = {hosts.address(host) for host in ("host-1", "host-2")}
         assert listening(hosts, "host-1") | listening(hosts, "host-2") == own, "nothing listens on every interface"
         before = [*family(hosts, "host-1"), *family(hosts, "host-2")]

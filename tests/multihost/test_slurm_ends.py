@@ -168,12 +168,10 @@ def test_what_squeue_has_forgotten_is_asked_of_the_accounting(ends: Callable[[st
     slurm.command("scancel", cancelled)
     array = slurm.command("sbatch", "--parsable", "--array=0-1", "--output=/dev/null", "--wrap=true").strip()
     ended |= {cancelled: "CANCELLED", f"{array}_0": "COMPLETED", f"{array}_1": "COMPLETED"}
-    asking = ["sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State,End"]
-    wait_until(
-        lambda: (
-            {line.split("|")[0] for line in slurm.command(*asking).splitlines() if "Unknown" not in line} >= {*ended}
-        )
-    )
+    asking = ["sacct", "--allocations", "--noheader", "--parsable2", "--format=JobID,State", "--jobs"]
+    bases = ",".join({job.partition("_")[0] for job in ended})
+    known = [f"{job}|{state}" for job, state in ended.items()]
+    wait_until(lambda: all(line in slurm.command(*asking, bases) for line in known))  # it is told a little later
     slurm.forget_jobs()
     assert slurm.jobs() == {}
     told_now = job_states([*ended, "9999"])

@@ -30,6 +30,10 @@ def test_two_machines_give_the_bits_and_the_files_of_one_though_one_of_them_fail
     assert (keys / "node-1.key").stat().st_mode & 0o077 == 0
     assert all(on.values())
     job = spread.job
+    slurm.command("scancel", "--signal=USR2", f"{job}.1")  # Slurm's notice of the time limit, to the second machine
+    at = spread.steps
+    wait_until(lambda: spread.steps >= at + 4)
+    assert {process.pid for process in slurm.processes_on(slurm.nodes[1])} == on[slurm.nodes[1]]
     slurm.crash(slurm.nodes[1])
     wait_until(lambda: slurm.jobs()[job] == "PENDING")
     slurm.boot(slurm.nodes[1])

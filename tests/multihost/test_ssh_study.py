@@ -19,7 +19,7 @@ from tests.processes.test_launch import wait_until
 pytestmark = [pytest.mark.multihost, pytest.mark.xdist_group("multihost")]
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = 8
+SERVERS = ("host-0", "host-2")
 STUDY = """\
 schema: 1
 name: far
@@ -52,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, four_hosts: Testbed) -> Pat
         work_dir = four_hosts.host_folder(host) / "work"
         lines += [f"  - name: {host}", f"    ssh: {host}", f"    address: {four_hosts.address(host)}",
                   f"    work_dir: {json.dumps(str(work_dir))}", f"    python: {sys.executable}",
+                  f"    server: {'true' if host in SERVERS else 'false'}",
                   "    ssh_options: [-o, ServerAliveInterval=1, -o, ServerAliveCountMax=8]"]  # fmt: skip
     (folder / "hosts.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
     process = start(folder, four_hosts, "local")
@@ -109,14 +110,16 @@ def test_a_study_over_ssh_gives_the_bits_and_the_files_of_the_local_one(hosts: T
 def test_a_killed_controller_and_a_host_that_vanishes_leave_no_process_and_cost_no_bit(
     hosts: Testbed, folder: Path
 ) -> None:
+    """Two servers share the tensors, and the host that vanishes has one of them."""
     for host in hosts.hosts:
         hosts.shape(host, 20)
-    process = over_ssh(folder, hosts, "lost")
+    two = "run.server.shards=2"
+    process = over_ssh(folder, hosts, "lost", two)
     wait_until(lambda: rounds(folder, "lost", 2) >= 1 or process.poll() is not None, 120)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     wait_until(lambda: no_process_on_any(hosts), 90)
-    process = over_ssh(folder, hosts, "lost")
+    process = over_ssh(folder, hosts, "lost", two)
     wait_until(lambda: rounds(folder, "lost", 2) >= 3 or process.poll() is not None, 120)
     hosts.crash("host-2")
     assert process.wait(120) == 1
@@ -124,6 +127,6 @@ def test_a_killed_controller_and_a_host_that_vanishes_leave_no_process_and_cost_
     assert "host-2" in said
     wait_until(lambda: no_process_on_any(hosts), 90)
     hosts.boot("host-2")
-    process = over_ssh(folder, hosts, "lost", "--retry-failed")
+    process = over_ssh(folder, hosts, "lost", two, "--retry-failed")
     assert process.wait(180) == 0, said
     assert_bitwise_equal(final_weights(trial_dir(folder, "lost")), final_weights(trial_dir(folder, "local")))

@@ -30,7 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 def run(**changes: Any) -> RunConfig:
-    usual = {"nodes": 2, "model": MODEL, "sync": {"interval_steps": 1}, "budget_tokens": 14 * 8 * 16}
+    usual = {"nodes": 2, "model": MODEL, "sync": {"interval_steps": 1}, "budget_tokens": 9 * 8 * 16}
     return tiny(**{**usual, **changes})
 
 
@@ -74,7 +74,7 @@ def held_bytes(folder: Path) -> int:
 def test_each_host_needs_room_for_its_own_processes_and_the_text_once(tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(b"1" * 1000)
     config = run(checkpoint={"interval_rounds": 0})
-    assert len(round_steps(config)) == 14
+    assert len(round_steps(config)) == 9
     placement = Placement(("a",), ("b", "c"))
     sizes = stored_bytes(config, placement)
     assert sizes["b"] == sizes["c"] == 0 < sizes["a"], "without checkpoints only the server stores"

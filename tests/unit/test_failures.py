@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from workbench.failures import classify, describe, first_failed, log_bytes
+from workbench.failures import classify, describe, fails_with_peers, first_failed, log_bytes
 from workbench.launch.launcher import Running
 
 
@@ -41,6 +41,12 @@ def test_the_first_to_end_with_an_error_counts_and_not_the_first_in_the_list_or_
         ),
         (
             1,
+            "Root Cause:\n  traceback : Signal 9 (SIGKILL) received by PID 7\n=====\n",
+            "node-1 ended with exit status 1: Signal 9 (SIGKILL) received by PID 7",
+        ),
+        (1, "loaded\n[W1130 09:14 socket.cpp:207] no name\n=====\n", "node-1 ended with exit status 1: loaded"),
+        (
+            1,
             "  traceback : Traceback\n    assert x\n  AssertionError\n  \n====\n",
             "node-1 ended with exit status 1: AssertionError",
         ),
@@ -53,6 +59,25 @@ def test_the_message_is_its_last_error_line_or_how_it_ended(
     if log is not None:
         path.write_text(log)
     assert describe(ended("node-1", returncode, 1), path).message == message
+
+
+@pytest.mark.parametrize(
+    ("returncode", "log", "fails_with_them"),
+    [
+        (1, "  RuntimeError: [pair.cc:537] Read error [10.0.0.1]:64431: Connection reset by peer.\n=====\n", True),
+        (1, "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network\n", True),
+        (1, "RuntimeError: Connection closed by peer\nerror: the corpus is empty\n", False),
+        (1, "RuntimeError: Connection closed by peer\n  traceback : Signal 9 (SIGKILL) received by PID 7\n", False),
+        (1, "RuntimeError: Connection closed by peer\nValueError: broken\n", False),
+        (1, "", False),
+        (-9, "RuntimeError: Connection closed by peer\n", False),
+    ],
+)
+def test_a_torchrun_that_only_lost_its_peers_is_told_from_one_with_a_reason_of_its_own(
+    tmp_path: Path, returncode: int, log: str, fails_with_them: bool
+) -> None:
+    (tmp_path / "log").write_text(log)
+    assert fails_with_peers(ended("torchrun-0", returncode, 1), tmp_path / "log") is fails_with_them
 
 
 def test_an_error_of_an_earlier_attempt_is_no_word_of_this_one(tmp_path: Path) -> None:

@@ -124,4 +124,4 @@ def interface_of(addresses: Sequence[str]) -> tuple[str, str]:
         for one in meant:
             if one in here and (one == address or not ipaddress.ip_address(one).is_loopback):
                 return here[one], one
-    raise OSError(f"no network interface of it has {' or '.join(addresses)}")
+    raise OSError(f"no network interface of it has {' or '.join(dict.fromkeys(addresses))}")
