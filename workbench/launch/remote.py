@@ -135,9 +135,6 @@ class RemoteLauncher:
     When the connection to a host ends, its processes have died with it; `wait_ready` makes it anew.
     """
 
-    is_stopped: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether trials are to stop: copying to hosts, and from them, then ends with a LaunchError."""
-
     def __init__(
         self,
         sites: Sequence[Site],
@@ -150,6 +147,8 @@ class RemoteLauncher:
 
         ``links`` are connections to some of the sites, made already and from now on of this launcher.
         """
+        self.is_stopped: Callable[[], bool] = lambda: False
+        """Whether trials are to stop: copying to hosts, and from them, then ends with a LaunchError."""
         self._sites = {site.name: site for site in sites}
         self._place, self._port = place, port
         self._links = {link.name: link for link in links}
