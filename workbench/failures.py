@@ -134,7 +134,7 @@ def _ending(process: Running, lines: list[str], killed_for_memory: bool) -> str:
     if process.returncode < 0:
         return f"{process.name} was ended by signal {-process.returncode} ({_signal_name(process.returncode)}){last}"
     if process.returncode in _UNWRITTEN and not last:
-        last = ", and not a word in its log: is the disk of its run full? Make room, and run it again"
+        last = ", and not a word in its log: is its disk full? Make room"
     return f"{process.name} ended with exit status {process.returncode}{last}"
 
 

@@ -34,8 +34,7 @@ def test_the_first_to_end_with_an_error_counts_and_not_the_first_in_the_list_or_
     [
         (1, "error: old\nnoise\nerror: new\nnoise\n", "new"),
         (2, None, "node-1 ended with exit status 2"),
-        (120, "", "node-1 ended with exit status 120, and not a word in its log: is the disk of its run full? Make room,"
-         " and run it again"),
+        (120, "", "node-1 ended with exit status 120, and not a word in its log: is its disk full? Make room"),
         (-9, "step 3\n", "node-1 was killed (SIGKILL), which the system does when memory runs out: step 3"),
         (-15, None, "node-1 was ended by signal 15 (Terminated)"),
         (1, "Traceback:\n  x\nKeyError: 'a'\n\n", "node-1 ended with exit status 1: KeyError: 'a'"),
