@@ -180,6 +180,8 @@ class Campaign:
         open_place = nullcontext if self._slurm is not None else self._hosts or open_launcher
         place: AbstractContextManager[Launcher | None] = open_place()
         with stop_on_signals() as stop_request, place as launcher:
+            if isinstance(launcher, RemoteLauncher):
+                launcher.is_stopped = lambda: stop_request.made
             mirror = Mirror(self._folder.path.parent, self._study.name)
             try:
                 print(f"{self._bound}{total} trials to run; {self._preparing}", flush=True)

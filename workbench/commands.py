@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -167,7 +168,7 @@ def _export_sky(options: argparse.Namespace) -> int:
 
     study, variants, corpora = _prepared(options)
     out = options.out or Path(f"{study.name}.sky.yaml")
-    return _tell(export_sky(study, variants, corpora, out), f"sky launch {out}")
+    return _tell(export_sky(study, variants, corpora, out), shlex.join(["sky", "launch", str(out)]))
 
 
 def _export_compose(options: argparse.Namespace) -> int:
@@ -176,7 +177,8 @@ def _export_compose(options: argparse.Namespace) -> int:
 
     study, variants, corpora = _prepared(options)
     out = options.out or Path(f"{study.name}.compose.yaml")
-    return _tell(export_compose(study, variants, corpora, out, options.trial), f"docker compose -f {out} up --build")
+    command = shlex.join(["docker", "compose", "-f", str(out), "up", "--build"])
+    return _tell(export_compose(study, variants, corpora, out, options.trial), command)
 
 
 def _prepared(options: argparse.Namespace) -> tuple[Study, Sequence[Variant], Mapping[Corpus, PreparedCorpus]]:

@@ -27,6 +27,8 @@ _OUT_OF_MEMORY = re.compile(
 """What Python, torch, CUDA and the system say when memory has run out."""
 _PEERS_GONE = re.compile(r"[Cc]onnection (?:closed|reset|refused)|[Bb]roken pipe|remote process (?:has )?exit")
 """What gloo, NCCL and torch's store say when the process at the other end has gone."""
+_UNWRITTEN = (1, 120)
+"""Exit statuses of Python processes that fail, and that cannot write: logs lie on the disk that may be full."""
 _BY_THE_KERNEL = "was killed (SIGKILL) by the system, which had run out of memory"
 _DIVERGED = re.compile(r"^error: .*\bhas diverged\b")
 """How the engine ends a run that has nothing finite left to train on (spes_core.errors.Diverged)."""
@@ -131,6 +133,8 @@ def _ending(process: Running, lines: list[str], killed_for_memory: bool) -> str:
         return f"{process.name} was killed (SIGKILL), which the system does when memory runs out{last}"
     if process.returncode < 0:
         return f"{process.name} was ended by signal {-process.returncode} ({_signal_name(process.returncode)}){last}"
+    if process.returncode in _UNWRITTEN and not last:
+        last = ", and not a word in its log: is its disk full? Make room"
     return f"{process.name} ended with exit status {process.returncode}{last}"
 
 

@@ -125,7 +125,8 @@ def _write(
         for trial in trials:
             _write_trial(study, trial, corpora[Corpus.of(trial.config.data)], part)
         part.rename(folder)
-        head = f"# {study.name}: {study.question}\n# {folder.name} beside this file holds secrets: keep it private.\n"
+        question = " ".join(study.question.split())
+        head = f"# {study.name}: {question}\n# {folder.name} beside this file holds secrets: keep it private.\n"
         out.write_text(head + yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=10_000), encoding="utf-8")
     except OSError as error:
         raise StudyError([f"--out: {out} cannot be written: {error}; name another file"]) from error
@@ -190,7 +191,7 @@ def _sky_task(study: Study, trials: Sequence[Trial], corpora: Mapping[Corpus, Pr
     rank, folder = "$SKYPILOT_NODE_RANK", _folder_of(out).name
     script = [
         "set -e",
-        f'cd "$HOME/{folder}"',
+        f"cd ~/{shlex.quote(folder)}",
         "# Certificates name the server so, whatever address it has got.",
         'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
         f"grep -q ' {HOST}$' /etc/hosts || echo \"$head {HOST}\" | sudo tee -a /etc/hosts > /dev/null",
@@ -210,11 +211,17 @@ def _sky_task(study: Study, trials: Sequence[Trial], corpora: Mapping[Corpus, Pr
         "num_nodes": max(trial.config.nodes for trial in trials),
         "resources": _resources(study, trials),
         "workdir": ".",
-        "file_mounts": {f"~/{folder}": f"./{folder}"},
+        "file_mounts": {f"~/{folder}": _from_here(out.with_name(folder))},
         "envs": _environment(study, trials[0]),
         "setup": "pip install -c constraints.txt .\n",
         "run": "\n".join(script) + "\n",
     }
+
+
+def _from_here(path: Path) -> str:
+    """A path as SkyPilot takes it: seen from the folder in which it is called, as its workdir is."""
+    relative = os.path.relpath(path)
+    return relative if relative.startswith("..") else f"./{relative}"
 
 
 def _resources(study: Study, trials: Sequence[Trial]) -> Tree:

@@ -89,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return SOME_FAILED
     except OSError as error:
-        print(f"error: {error}; free space or give the folder back, then run the same command again", file=sys.stderr)
+        where = "" if error.filename else f" (results go to {options.results})"
+        advice = "free space or give the folder back, then run the same command again"
+        print(f"error: {error}{where}; {advice}", file=sys.stderr)
         return SOME_FAILED
     except RecursionError:
         print(f"error: {options.study} is nested too deeply to be a study", file=sys.stderr)

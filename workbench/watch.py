@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spes_core.errors import DataError
+from spes_core.errors import DataError, SpesError
 from spes_core.model.counting import tensor_shapes
 from spes_core.runfile import RunFile
 from spes_core.sharding import is_server
@@ -86,7 +86,7 @@ class Watch:
             self._start()
             status, failure = self._watch()
         except LaunchError as error:
-            status, failure = "failed", Failure(message=str(error), process=None, log_tail=[])
+            status, failure = self._unlaunched(error)
         except KeyboardInterrupt:
             status, failure = "interrupted", self._ended("stopped by Ctrl-C")
         finally:
@@ -97,7 +97,7 @@ class Watch:
                 self._join_weights()
         except (LaunchError, DataError) as error:
             if status == "done":
-                status, failure = "failed", Failure(message=str(error), process=None, log_tail=[])
+                status, failure = self._unlaunched(error)
         self._follow(at_once=True)
         if self._verdict is not None and status in ("done", "failed"):
             # A rule decides by the events alone: not by how quickly they were read.
@@ -125,6 +125,12 @@ class Watch:
             log = self._trial_dir / "logs" / spec.log_name
             self._log_starts[log] = log_bytes(log)
             self._processes.append(self._launcher.start(replace(spec, env=spec.env | own), log))
+
+    def _unlaunched(self, error: SpesError) -> tuple[Status, Failure]:
+        """What became of a trial whose launcher could not do its part, or was stopped in it."""
+        if self._stop_request.made:
+            return "interrupted", self._ended(self._stop_request.words)
+        return "failed", Failure(message=str(error), process=None, log_tail=[])
 
     def _watch(self) -> tuple[Status, Failure | None]:
         """Wait for the end of all processes, or for a reason to end them."""

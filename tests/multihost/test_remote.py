@@ -277,6 +277,33 @@ def test_a_trial_above_its_memory_limit_is_stopped_on_all_hosts_by_what_they_hol
         assert all("spawner" in " ".join(process.cmdline()) for process in processes[1:])
 
 
+NEVER_DONE = """
+import json, sys
+print("spes-agent", flush=True)
+known = {"work": "/w", "package": "/p", "python": "p", "port": 1, "sha256": None, "stored": {}}
+for line in sys.stdin.buffer:
+    asked = json.loads(line)
+    sys.stdin.buffer.read(asked.get("bytes", 0))
+    if asked["do"] != "put" and asked.get("folder") != "trials/weights":
+        print(json.dumps({"event": "answer", "id": asked["id"], **known}), flush=True)
+"""
+"""A host that says no end of copying, like one behind a link of a few bytes a second."""
+
+
+def test_who_stops_while_files_are_copied_is_not_kept_waiting(settings: ExecutionSettings, tmp_path: Path) -> None:
+    request = StopRequest()
+    sites = [Site(name="a", connector=(sys.executable, "-c", NEVER_DONE), address="127.0.0.1")]
+    with RemoteLauncher(sites, lambda _: Placement(("a",), ("a",) * 4)) as launcher:
+        launcher.is_stopped = lambda: request.made
+        threading.Timer(1.0, lambda: setattr(request, "reason", "enough")).start()
+        result = run_trial(trial(SHORT), tmp_path, settings, launcher, stop_request=request)
+        assert (result["status"], result["error"]["message"]) == ("interrupted", "stopped: enough")
+        launcher._remember("trials/weights", tmp_path, {"a": launcher.link("a")})
+        launcher.is_stopped = iter([False, True]).__next__
+        with pytest.raises(LaunchError, match="host a: stopped before the end of 'flush'"):
+            launcher.collect(tmp_path, is_done=True)
+
+
 CONTROLLER = """
 import sys, pickle
 from pathlib import Path

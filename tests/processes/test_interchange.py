@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -141,6 +142,23 @@ def test_a_sky_task_gives_each_machine_its_commands(study: Path, capsys: pytest.
     servers = [f"-m spes_core.server {name}/run.json" for name in names]
     assert sorted(set(told[0]) - set(told[1])) == sorted([*servers, *(line for line in told[0] if "node-0" in line)])
     assert told[2] == []
+
+
+def test_folders_names_and_questions_of_any_kind_are_quoted(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study.write_text(study.read_text().replace("question: ", 'question: "So?\\nservices: {evil: {}}" # '))
+    out = study.parent / "o d" / "it's $HOME.yaml"
+    out.parent.mkdir()
+    for command in ("export-sky", "export-compose"):
+        out.unlink(missing_ok=True)
+        assert commands.main([command, str(study), "--out", "o d/it's $HOME.yaml"]) == 0
+        tree = read(out)
+        assert shlex.quote("o d/it's $HOME.yaml") in capsys.readouterr().out.splitlines()[-1]
+        assert "evil" not in tree.get("services", {})
+        if command == "export-sky":
+            ((_, source),) = tree["file_mounts"].items()
+            assert (study.parent / source).is_dir(), "seen from where sky is called"
+            assert any("spes_core.server" in line for line in ran_by(tree["run"], 0, out.parent))
+        shutil.rmtree(out.with_name("it's $HOME.files"))
 
 
 def ran_by(script: str, rank: int, home: Path) -> list[str]:

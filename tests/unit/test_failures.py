@@ -1,9 +1,12 @@
 """Naming the process that failed first, and why."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from workbench import failures
 from workbench.failures import classify, describe, fails_with_peers, first_failed, log_bytes
 from workbench.launch.launcher import Running
 
@@ -31,6 +34,7 @@ def test_the_first_to_end_with_an_error_counts_and_not_the_first_in_the_list_or_
     [
         (1, "error: old\nnoise\nerror: new\nnoise\n", "new"),
         (2, None, "node-1 ended with exit status 2"),
+        (120, "", "node-1 ended with exit status 120, and not a word in its log: is its disk full? Make room"),
         (-9, "step 3\n", "node-1 was killed (SIGKILL), which the system does when memory runs out: step 3"),
         (-15, None, "node-1 was ended by signal 15 (Terminated)"),
         (1, "Traceback:\n  x\nKeyError: 'a'\n\n", "node-1 ended with exit status 1: KeyError: 'a'"),
@@ -59,6 +63,15 @@ def test_the_message_is_its_last_error_line_or_how_it_ended(
     if log is not None:
         path.write_text(log)
     assert describe(ended("node-1", returncode, 1), path).message == message
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux: a file that is always full")
+def test_a_process_whose_log_is_on_a_full_disk_ends_with_the_status_that_is_told_of() -> None:
+    for unbuffered in ("", "1"):
+        with Path("/dev/full").open("w") as full:
+            argv, environment = [sys.executable, "-c", "print('words')"], {"PYTHONUNBUFFERED": unbuffered}
+            process = subprocess.run(argv, env=environment, stdout=full, stderr=full, check=False)
+        assert process.returncode in failures._UNWRITTEN
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ SILENCE_S = 60.0
 """An agent that says nothing for so long, not even to a ping, is given up."""
 ANSWER_TIMEOUT_S = 60.0
 _CLOSE_S = 10.0
+_LOOK_S = 0.5
 _DIGEST_TIMEOUT_S = 3600.0
 OnReport = Callable[["HostLink", wire.Message], None]
 
@@ -77,16 +78,27 @@ class HostLink:
         """From now on these are called; whoever takes over a connection that is ``lost`` is not told any more."""
         self._on_report, self._on_lost = on_report, on_lost
 
-    def ask(self, do: str, body: bytes = b"", *, timeout_s: float = ANSWER_TIMEOUT_S, **fields: Any) -> dict[str, Any]:
-        """The agent's answer to a request. Raises LaunchError, which names the host."""
-        number = self._send(do, body, fields, is_waited_for=True)
+    def ask(
+        self,
+        do: str,
+        body: bytes = b"",
+        *,
+        timeout_s: float = ANSWER_TIMEOUT_S,
+        is_stopped: Callable[[], bool] = lambda: False,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """The agent's answer to a request, unless the waiting ``is_stopped``. Raises LaunchError, naming the host."""
+        number, deadline_s, why = self._send(do, body, fields, is_waited_for=True), time.monotonic() + timeout_s, ""
         with self._changed:
-            answered = self._changed.wait_for(lambda: number in self._answers or self.lost, timeout_s)
+            while not why and not self._changed.wait_for(lambda: number in self._answers or self.lost, _LOOK_S):
+                if is_stopped():
+                    why = f"stopped before the end of {do!r}"
+                elif time.monotonic() > deadline_s:
+                    why = f"no answer to {do!r} came within {timeout_s:g} s"
             answer = self._answers.pop(number, None)
             self._waiting.discard(number)
         if answer is None:
-            why = self.lost if answered else f"no answer to {do!r} came within {timeout_s:g} s"
-            raise LaunchError(f"host {self.name}: {why}")
+            raise LaunchError(f"host {self.name}: {why or self.lost}")
         if "error" in answer:
             raise LaunchError(f"host {self.name}: {answer['error']}")
         return answer
@@ -103,13 +115,13 @@ class HostLink:
             self.ask("put", body, path=partial, offset=start, mode=mode)
         self.ask("rename", path=partial, to=path)
 
-    def put_file(self, source: Path, path: str) -> None:
+    def put_file(self, source: Path, path: str, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Copy a file to the host, unless it is there with the same bytes. Raises LaunchError if others arrive."""
         digest = file_digest(source)
         if self._digest(path) == digest:
             return
         partial = _partial(path)
-        self._send_file(source, partial)
+        self._send_file(source, partial, is_stopped)
         self.ask("rename", path=partial, to=path)
         if self._digest(path) != digest:
             raise LaunchError(f"host {self.name}: {path} has other bytes there than {source}; look after its disk")
@@ -119,20 +131,20 @@ class HostLink:
         found: str | None = self.ask("digest", path=path, timeout_s=_DIGEST_TIMEOUT_S)["sha256"]
         return found
 
-    def _send_file(self, source: Path, path: str) -> None:
+    def _send_file(self, source: Path, path: str, is_stopped: Callable[[], bool]) -> None:
         start = 0
         with source.open("rb") as file:
             while (body := file.read(wire.CHUNK_BYTES)) or start == 0:
-                self.ask("put", body, path=path, offset=start)
+                self.ask("put", body, path=path, offset=start, is_stopped=is_stopped)
                 start += len(body)
                 if not body:
                     return
 
-    def put_folder(self, source: Path, path: str) -> None:
+    def put_folder(self, source: Path, path: str, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Copy the files of a folder to the host, but for those that are there."""
         for file in sorted(source.rglob("*")):
             if file.is_file():
-                self.put_file(file, f"{path}/{file.relative_to(source).as_posix()}")
+                self.put_file(file, f"{path}/{file.relative_to(source).as_posix()}", is_stopped)
 
     def close(self) -> None:
         """End the agent, and with it all that it has started."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import secrets
 import signal
 import tempfile
@@ -39,7 +40,7 @@ from workbench.launch.staging import text_place, trial_place, weights_place
 from workbench.processes import ProcessSpec, plan
 
 _READY_TIMEOUT_S = 180.0
-_FLUSH_TIMEOUT_S = 3600.0
+_FAREWELL_S = 60.0
 _GROWING = ("events", "logs")
 _MIRRORED = (*_GROWING, "weights")
 
@@ -146,6 +147,8 @@ class RemoteLauncher:
 
         ``links`` are connections to some of the sites, made already and from now on of this launcher.
         """
+        self.is_stopped: Callable[[], bool] = lambda: False
+        """Whether trials are to stop: copying to hosts, and from them, then ends with a LaunchError."""
         self._sites = {site.name: site for site in sites}
         self._place, self._port = place, port
         self._links = {link.name: link for link in links}
@@ -249,9 +252,13 @@ class RemoteLauncher:
         if staged is None:
             return
         wrong = []
+        # Weights may take hours, until somebody stops that; a trial that was stopped before has little to tell.
+        limit: dict[str, Any] = (
+            {"timeout_s": _FAREWELL_S} if self.is_stopped() else {"timeout_s": math.inf, "is_stopped": self.is_stopped}
+        )
         for link in staged.links.values():
             try:
-                link.ask("flush", folder=staged.folder, timeout_s=_FLUSH_TIMEOUT_S)
+                link.ask("flush", folder=staged.folder, **limit)
             except LaunchError as error:
                 wrong.append(str(error))
         with self._changed:
@@ -419,10 +426,10 @@ class RemoteLauncher:
         run, placement, work = attempt.run, attempt.placement, folder.parent.parent
         data, config = Path(run.data_dir), run.config
         where = self._text_place(data)
-        link.put_folder(data, where)
+        link.put_folder(data, where, self.is_stopped)
         if config.init.kind == "weights":
             there = weights_place(config.init)
-            link.put_file(Path(config.init.weights or ""), there)
+            link.put_file(Path(config.init.weights or ""), there, self.is_stopped)
             config = replace(config, init=replace(config.init, weights=str(work / there)))
         secret = str(folder / "credentials") if config.sync.exchange == "rounds" else None
         address, *further = attempt.addresses(link.name)
