@@ -22,6 +22,8 @@ SILENCE_S = 60.0
 """An agent that says nothing for so long, not even to a ping, is given up."""
 ANSWER_TIMEOUT_S = 60.0
 _CLOSE_S = 10.0
+_CONSEQUENCES = ("srun: Force Terminated", "srun: Terminating StepId", "srun: Job step aborted")
+"""How lines of srun begin that follow from the one before them."""
 OnReport = Callable[["HostLink", wire.Message], None]
 
 
@@ -203,7 +205,8 @@ def _partial(path: str) -> str:
 
 
 def _words(stderr: IO[bytes]) -> str:
-    """The last line that the command has written about itself."""
+    """The last line that the command has written about itself; of srun's, the last one that gives a reason."""
     stderr.seek(0)
-    lines = stderr.read()[-4096:].decode("utf-8", "replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    lines = [line.strip() for line in stderr.read()[-4096:].decode("utf-8", "replace").strip().splitlines()]
+    reasons = [line for line in lines if not line.startswith(_CONSEQUENCES)]
+    return next(reversed(reasons or lines), "")
