@@ -134,9 +134,8 @@ class Slurm:
     def processes_on(self, node: str) -> list[psutil.Process]:
         """What runs on a node, and the step daemons above it; without the node's own daemon."""
         found = set()
-        for process in psutil.process_iter(["environ"]):
-            environ = process.info["environ"] or {}
-            if environ.get("SLURMD_NODENAME") == node and environ.get("SLURM_CONF") == self.env["SLURM_CONF"]:
+        for process in psutil.process_iter():
+            if _has(process, "SLURMD_NODENAME", node) and _has(process, "SLURM_CONF", self.env["SLURM_CONF"]):
                 found.add(process)
                 with contextlib.suppress(psutil.Error):
                     found |= {above for above in process.parents() if above.name().startswith("slurmstepd")}
@@ -172,6 +171,7 @@ def running_slurm(cpus: int = 8, memory_mb: int = 16_000, *, nodes: int = 2) -> 
         yield slurm
     finally:
         _end(slurm)
+        _remove_groups(slurm.nodes)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -230,11 +230,30 @@ def _end(slurm: Slurm) -> None:
             process.kill()
     for process in processes:
         process.wait(20)
-    for process in psutil.process_iter(["environ"]):
-        environ = process.info["environ"] or {}
-        if environ.get("SLURM_CONF") == slurm.env["SLURM_CONF"] and process.pid != os.getpid():
+    for process in psutil.process_iter():
+        if _has(process, "SLURM_CONF", slurm.env["SLURM_CONF"]) and process.pid != os.getpid():
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+def _remove_groups(nodes: Sequence[str]) -> None:
+    """Remove the control groups that a cluster's nodes have left; the kernel may still be taking leave of processes."""
+    deadline_s = time.monotonic() + 5
+    for node in nodes:
+        root = _MEMORY_GROUPS / f"slurm_{node}"
+        while root.exists() and time.monotonic() < deadline_s:
+            for group in sorted((path for path in [root, *root.rglob("*")] if path.is_dir()), reverse=True):
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+            time.sleep(0.02)
+
+
+def _has(process: psutil.Process, name: str, value: str) -> bool:
+    """Whether a process has a variable in its environment, also where its title has overwritten others, as stepd's."""
+    try:
+        return f"{name}={value}".encode() in Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _children(process: subprocess.Popen[bytes]) -> list[psutil.Process]:

@@ -1,4 +1,4 @@
-"""A study on a real one-node Slurm: the bits of a local run, whatever happens to its jobs and its controller."""
+"""A study on a real Slurm: the bits of a local run, whatever happens to its jobs and its controller."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.multihost.slurmd import Slurm, lacking, running_slurm
+from tests.multihost.jobs import wait_until
+from tests.multihost.slurmd import Slurm
 from tests.small_corpora import texts
 
-REASON = lacking() or ""
-pytestmark = [pytest.mark.processes, pytest.mark.skipif(bool(REASON), reason=REASON or "never")]
+pytestmark = [pytest.mark.multihost, pytest.mark.xdist_group("slurm")]
 
 STUDY = """\
 schema: 1
@@ -45,12 +42,6 @@ LONG = ["run.budget_tokens=768_000", "~arms.dilico"]
 
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[Slurm]:
-    with running_slurm() as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("a user folder")
     (folder / "corpus").mkdir()
@@ -72,14 +63,6 @@ def run(folder: Path, slurm: Slurm, *arguments: str, status: int = 0) -> str:
     said, _ = process.communicate(timeout=200)
     assert process.returncode == status, said
     return said
-
-
-def wait_until(is_so: Callable[[], Any], timeout_s: float = 90) -> Any:
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := is_so()):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
-    return found
 
 
 def weights(results: Path) -> dict[str, bytes]:
@@ -108,7 +91,8 @@ def test_a_study_of_two_jobs_gives_the_bits_of_a_local_run(folder: Path, slurm: 
     assert "submitted 2 jobs" in said
     run(folder, slurm, "small.yaml", "launcher.kind=local", "--results", "local")
     assert weights(folder / "cluster") == weights(folder / "local") != {}
-    assert set(slurm.jobs().values()) == {"COMPLETED"}
+    jobs = {str(json.loads(file.read_text())["job"]) for file in (folder / "cluster").glob("small/trials/*/slurm.json")}
+    assert len(jobs) == 2 and {slurm.jobs()[job] for job in jobs} == {"COMPLETED"}
     assert "done" in run(folder, slurm, "status", "small", "--results", "cluster")
     assert (folder / "reports/small/index.html").exists()
 

@@ -26,6 +26,8 @@ ANSWER_TIMEOUT_S = 60.0
 _CLOSE_S = 10.0
 _LOOK_S = 0.5
 _DIGEST_TIMEOUT_S = 3600.0
+_CONSEQUENCES = ("srun: Force Terminated", "srun: Terminating StepId", "srun: Job step aborted")
+"""How lines of srun begin that follow from the one before them."""
 OnReport = Callable[["HostLink", wire.Message], None]
 
 
@@ -240,11 +242,13 @@ def _partial(path: str) -> str:
 
 
 def parting_words(stderr: IO[bytes], noise: bytes = b"") -> str:
-    """What a command that has ended said last: ssh gives its reason on the line before its last one.
+    """What a command that has ended said last: ssh gives its reason on the line before its last one, srun
+    before those that only follow from it.
 
     ``noise`` is what it has written to stdout: there a shell says that an account may not log in. "" for silence.
     """
     stderr.seek(0)
     said = (stderr.read() or noise)[-4096:].decode("utf-8", "replace")
     lines = [line.strip() for line in said.splitlines() if any(letter.isalnum() for letter in line)]
+    lines = [line for line in lines if not line.startswith(_CONSEQUENCES)] or lines
     return "; ".join(lines[-1:] if "Traceback (most recent call last)" in said else lines[-2:])
