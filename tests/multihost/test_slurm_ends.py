@@ -123,7 +123,7 @@ def test_a_failed_machine_and_used_up_time_are_told_apart_and_cost_no_bit(
 ) -> None:
     jobs, (fallen, spent, done) = ends("fallen")
     assert fallen.status == "failed"
-    assert "(NODE_FAIL (NodeDown)): its machine failed; resources.retries tries it again by itself" in message(fallen)
+    assert "(NODE_FAIL (NodeDown)): its machine failed; --retry-failed goes on" in message(fallen)
     assert spent.status == "timeout"
     assert message(spent) == (
         "launcher.slurm.time was reached, and with it resources.timeout; raise them or lower budget_tokens"
