@@ -26,7 +26,6 @@ pytestmark = pytest.mark.processes
 STEPS = 72
 METHODS: dict[str, dict[str, Any]] = {
     "spes": {"merge": {"alpha": 0.3, "until_step": STEPS}, "outer": {"kind": "nesterov"}},
-    "spes with two servers": {"server": {"shards": 2}, "merge": {"alpha": 0.3, "until_step": STEPS}},
     "spes groups": {"nodes": 1, "parallel": {"ranks_per_node": 2}, "merge": {"alpha": 0.3, "until_step": STEPS}},
     "centralized": {"sync": {"exchange": "gradients"}},
 }
