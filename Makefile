@@ -12,10 +12,8 @@ export MLFLOW_DISABLE_TELEMETRY := true
 demo: install
 	$(BIN)/python -m workbench.study studies/sync_interval.yaml
 
-# One worker more than there are cores: tests of clusters and of killed processes mostly wait.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 test: install
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 lint: install
 	$(BIN)/ruff check .

@@ -21,7 +21,22 @@ import pytest
 hypothesis.settings.register_profile("shared cores", deadline=None)
 hypothesis.settings.load_profile("shared cores")
 
+_ON_ONE_WORKER = (
+    *("test_study_end_to_end", "test_verify", "test_remote", "test_shards", "test_mlflow_export"),
+    *("test_report", "test_report_pages", "test_data_stdlib"),
+)
+"""Modules of which the fixtures take longer than most tests: each worker that got some would make them again."""
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Name the group of each such module's tests, before they are dealt to workers."""
+    for item in items:
+        module = item.path.stem
+        if module in _ON_ONE_WORKER:
+            item.add_marker(pytest.mark.xdist_group(module))
 
 
 @pytest.fixture(scope="session")
