@@ -99,7 +99,10 @@ def _become_ranks(run_file: Path, node: int, *, allow_plaintext: bool) -> None:
 
 
 def _settled(arguments: argparse.Namespace) -> tuple[Path, int]:
-    """run.json and the node: as given, or as an invitation leads to them. Raises ConfigError."""
+    """run.json and the node: as given, or as an invitation leads to them. Raises ConfigError.
+
+    Invited to a node of several ranks, this process becomes their torchrun instead, and does not return.
+    """
     given = {name: getattr(arguments, name) for name in ("data", "init", "folder")}
     if is_invitation(arguments.run):
         settled = settle(arguments.run, **given)
